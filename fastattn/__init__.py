@@ -1,0 +1,42 @@
+"""fastattn: attention made cheaper along two axes, rank (LowRankAttention) and tokens (CompressedKVCache)."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastattn import ops
+    from fastattn.modules.kv_cache import CompressedKVCache
+    from fastattn.modules.policies import ExpectedAttention, KeyDiff, Knorm, Policy, StreamingLLM
+    from fastattn.modules.rotary import Rotary
+
+__version__ = "0.1.0"
+
+# Public name -> module. Loaded on first use, so that `import fastattn` costs what `import torch` costs.
+_EXPORTS = {
+    "CompressedKVCache": "fastattn.modules.kv_cache",
+    "ExpectedAttention": "fastattn.modules.policies",
+    "KeyDiff": "fastattn.modules.policies",
+    "Knorm": "fastattn.modules.policies",
+    "Policy": "fastattn.modules.policies",
+    "Rotary": "fastattn.modules.rotary",
+    "StreamingLLM": "fastattn.modules.policies",
+}
+_SUBMODULES = ("ops",)
+
+__all__ = [*sorted(_EXPORTS), *_SUBMODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"fastattn.{name}")
+    if name in _EXPORTS:
+        value = getattr(importlib.import_module(_EXPORTS[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'fastattn' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,25 @@
+"""fastattn's operators: functions that validate and document, each over one operator registered as ``fastattn::name``.
+
+``fastattn.ops.reference`` holds their definitions in plain PyTorch under the same names.
+"""
+
+from fastattn.ops.attention import attention
+from fastattn.ops.cache import cache_append_, cache_compact_
+from fastattn.ops.decode import decode_attention, latent_decode
+from fastattn.ops.merge import merge_attention
+from fastattn.ops.qk import qk_scores
+from fastattn.ops.scores import query_moments, score_expected_attention, score_key_diff, score_knorm
+
+__all__ = [
+    "attention",
+    "cache_append_",
+    "cache_compact_",
+    "decode_attention",
+    "latent_decode",
+    "merge_attention",
+    "qk_scores",
+    "query_moments",
+    "score_expected_attention",
+    "score_key_diff",
+    "score_knorm",
+]

@@ -1,0 +1,99 @@
+"""Argument checks shared by all operators: each names the argument, what came and what was expected."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_tensor(name: str, value: object, dims: str) -> None:
+    """``value`` is a tensor with as many dims as ``dims`` names, as in ``"B H Sq D"``."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor [{dims}], got {type(value).__name__}")
+    if value.dim() != len(dims.split()):
+        raise ValueError(f"{name} must have shape [{dims}], got {list(value.shape)}")
+
+
+def check_size(name: str, value: Tensor, dim: int, expected: int, because: str) -> None:
+    """Size ``dim`` of ``value`` equals ``expected``; ``because`` says where the expectation comes from."""
+    if value.shape[dim] != expected:
+        raise ValueError(
+            f"{name} must have size {expected} in dim {dim} ({because}), got {list(value.shape)}"
+        )
+
+
+def check_same_kind(reference_name: str, reference: Tensor, **others: Tensor) -> None:
+    """A floating dtype, shared by all tensors, on one device."""
+    if reference.dtype not in FLOATS:
+        raise TypeError(
+            f"{reference_name} must be float16, bfloat16, float32 or float64, got {reference.dtype}"
+        )
+    for name, other in others.items():
+        if other.dtype != reference.dtype:
+            raise TypeError(f"{name} must have {reference_name}'s dtype {reference.dtype}, got {other.dtype}")
+        check_device(name, other, reference_name, reference)
+
+
+def check_device(name: str, value: Tensor, reference_name: str, reference: Tensor) -> None:
+    if value.device != reference.device:
+        raise ValueError(
+            f"{name} must be on {reference_name}'s device {reference.device}, got {value.device}"
+        )
+
+
+def check_int32(name: str, value: object, shape: tuple[int, ...], dims: str, device: torch.device) -> None:
+    """``value`` is an int32 tensor of exactly ``shape`` on ``device``; ``dims`` names the shape."""
+    check_tensor(name, value, dims)
+    assert isinstance(value, Tensor)  # narrowed by check_tensor
+    if value.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {value.dtype}")
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{name} must have shape [{dims}] = {list(shape)}, got {list(value.shape)}")
+    if value.device != device:
+        raise ValueError(f"{name} must be on {device}, got {value.device}")
+
+
+def check_groups(query: Tensor, key: Tensor, query_name: str = "query", key_name: str = "key") -> None:
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if kv_heads == 0 or heads % kv_heads != 0:
+        raise ValueError(f"{query_name} must have a multiple of {key_name}'s {kv_heads} heads, got {heads}")
+
+
+def check_count(name: str, value: object, minimum: int) -> None:
+    """``value`` is an integer of at least ``minimum``."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+
+
+def resolve_scale(scale: float | None, head_dim: int) -> float:
+    """The softmax scale, ``head_dim ** -0.5`` unless given."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat)):
+        raise TypeError(f"scale must be a float or None, got {type(scale).__name__}")
+    if isinstance(scale, (int, float)) and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    return float(scale)
+
+
+def check_no_grad(operator: str, **tensors: Tensor | None) -> None:
+    """Refuse a gradient that the operator could not pass on."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(
+                f"{operator} has no gradient, but {name} requires one: "
+                "call it under torch.no_grad() or detach the argument"
+            )
+
+
+def checks_values(tensor: Tensor) -> bool:
+    """Values (as against shapes and dtypes) are checked in eager mode on a CPU only, where looking costs no wait."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -1,0 +1,133 @@
+"""Registration of operators with ``torch.library``: the one place that knows how PyTorch dispatches.
+
+An operator has one schema, one fake (shapes and strides only) and up to two implementations:
+
+- ``cpu``: an opaque function. It may look at the data (skip rows, slice to the longest length), in eager mode
+  and inside a compiled graph alike, because torch.compile never traces into it.
+- ``triton``: a launcher, that is PyTorch operations around Triton kernels. In eager mode it runs as it is. Under
+  torch.compile it is traced into the graph, so that Inductor sees the kernels, fuses the PyTorch operations around
+  them and knows exactly which buffers they write. torch.export keeps the operator whole.
+
+Both are named ``"module:function"`` and imported on first use: importing fastattn never imports triton.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+NAMESPACE = "fastattn"
+
+if "_LIBRARY" in globals():  # importlib.reload: drop the previous registrations first
+    globals()["_LIBRARY"]._destroy()
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+_force_triton = False  # test switch: CPU tensors take the Triton branch
+_tracing = False  # a launcher is being traced: kernels must be wrapped
+
+
+def tracing() -> bool:
+    """True while a launcher is being traced into a graph by torch.compile."""
+    return _tracing
+
+
+@contextlib.contextmanager
+def force_triton() -> Iterator[None]:
+    """Send CPU tensors to the Triton launchers (for the interpreter and for graph capture in tests)."""
+    global _force_triton
+    previous, _force_triton = _force_triton, True
+    try:
+        yield
+    finally:
+        _force_triton = previous
+
+
+def _lazy(target: str) -> Callable[..., Any]:
+    """The function that ``"module:function"`` names, imported when it is first called."""
+    module, _, name = target.partition(":")
+    function: Callable[..., Any] | None = None
+
+    def call(*args: Any) -> Any:
+        nonlocal function
+        if function is None:
+            try:
+                function = getattr(importlib.import_module(module), name)
+            except ImportError as error:
+                if error.name is not None and error.name.split(".")[0] == "triton":
+                    raise ImportError(
+                        "fastattn's GPU operators need the package triton, which is not installed"
+                    ) from error
+                raise
+        return function(*args)
+
+    return call
+
+
+def register(
+    name: str,
+    schema: str,
+    *,
+    cpu: str,
+    triton: str,
+    fake: Callable[..., Any],
+) -> Any:
+    """Register ``fastattn::name`` and return its overload.
+
+    Args:
+        name: operator name without namespace.
+        schema: arguments and results, as in ``"(Tensor query, float scale) -> Tensor"``.
+        cpu: ``"module:function"`` of the CPU implementation.
+        triton: ``"module:function"`` of the launcher.
+        fake: gives empty results with the real shapes, strides and dtypes.
+    """
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    run_cpu, run_triton = _lazy(cpu), _lazy(triton)
+
+    def cpu_kernel(*args: Any) -> Any:
+        return run_triton(*args) if _force_triton else run_cpu(*args)
+
+    _LIBRARY.impl(name, cpu_kernel, "CPU")
+    _LIBRARY.impl(name, run_triton, "CUDA")
+    qualified = f"{NAMESPACE}::{name}"
+    torch.library.register_fake(qualified, fake, lib=_LIBRARY)
+    overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    _make_launcher_visible(qualified, overload, run_triton)
+    return overload
+
+
+def _make_launcher_visible(qualified: str, overload: Any, launcher: Callable[..., Any]) -> None:
+    """Trace the launcher instead of the operator when torch.compile functionalizes a graph for a GPU."""
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        global _tracing
+        from torch.export._trace import custom_triton_ops_decomposition_disabled
+
+        on_gpu = any(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
+        if not (on_gpu or _force_triton) or custom_triton_ops_decomposition_disabled():
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        previous, _tracing = _tracing, True
+        try:
+            with mode:
+                return launcher(*_bind(overload, args, kwargs))
+        finally:
+            _tracing = previous
+
+    torch.library.register_torch_dispatch(qualified, FunctionalTensorMode, decompose, lib=_LIBRARY)
+
+
+def _bind(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """All arguments by position: operators are always called with every argument."""
+    schema = overload._schema.arguments
+    return [*args, *(kwargs[argument.name] for argument in schema[len(args) :])]
+
+
+def register_backward(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+    """Give ``fastattn::name`` a gradient."""
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY
+    )

@@ -1,0 +1,132 @@
+"""In-place updates of a cache: appending new tokens and compacting a full buffer to its best slots."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn.ops import _checks as check
+from fastattn.ops._register import register
+
+
+def cache_append_(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position: Tensor,
+) -> None:
+    """Append tokens behind the valid slots of every row and head, in place.
+
+    A token whose position is -1 (padding, an inactive row) is not appended to that row; the others keep their order.
+
+    Args:
+        key_cache: ``[B, Hkv, C, Dk]``, written.
+        value_cache: ``[B, Hkv, C, Dv]``, written; width 0 for a latent cache, which stores its value in the key.
+        positions: int32 ``[B, Hkv, C]``, written; -1 marks an empty slot.
+        lengths: int32 ``[B, Hkv]``, valid slots, advanced.
+        key: ``[B, Hkv, T, Dk]``, the new tokens, of the cache's dtype.
+        value: ``[B, Hkv, T, Dv]``.
+        position: int32 ``[B, T]``, original positions, the same for all heads, or -1.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, before anything is written. Tokens beyond the capacity ``C``
+            raise in eager mode on a CPU; elsewhere they are dropped and ``lengths`` stops at ``C``.
+    """
+    _check_cache("cache_append_", key_cache, value_cache, positions, lengths)
+    check.check_tensor("key", key, "B Hkv T Dk")
+    check.check_tensor("value", value, "B Hkv T Dv")
+    for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        for dim, what in ((0, "batch"), (1, "heads"), (3, "head dim")):
+            check.check_size(name, new, dim, cache.shape[dim], f"{name}_cache's {what}")
+    check.check_size("value", value, 2, key.shape[2], "key's tokens")
+    check.check_same_kind("key_cache", key_cache, key=key, value=value)
+    check.check_int32("position", position, (key.shape[0], key.shape[2]), "B T", key_cache.device)
+    check.check_no_grad("cache_append_", key=key, value=value)
+    if check.checks_values(lengths):
+        needed = (
+            int((lengths + (position >= 0).sum(1, dtype=torch.int32)[:, None]).amax())
+            if lengths.numel()
+            else 0
+        )
+        if needed > key_cache.shape[2]:
+            raise ValueError(
+                f"key must fit the cache's {key_cache.shape[2]} slots, but {needed} would be filled"
+            )
+    CACHE_APPEND(key_cache, value_cache, positions, lengths, key, value, position)
+
+
+def cache_compact_(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    scores: Tensor,
+    budget: int,
+    *,
+    min_length: int = 0,
+) -> None:
+    """Keep the ``budget`` best slots, in time order, of every row and head that holds more, in place.
+
+    Only rows and heads with ``lengths > budget`` and ``lengths >= min_length`` change; there ``lengths`` becomes
+    ``budget`` and the positions beyond are set to -1. Of equal scores the later slot (the higher position) is kept;
+    NaN ranks lowest.
+
+    Args:
+        key_cache: ``[B, Hkv, C, Dk]``, written.
+        value_cache: ``[B, Hkv, C, Dv]``, written; width 0 for a latent cache.
+        positions: int32 ``[B, Hkv, C]``, written.
+        lengths: int32 ``[B, Hkv]``, valid slots, written.
+        scores: float32 ``[B, Hkv, C]`` (float64 for a float64 cache); slots beyond ``lengths`` are ignored.
+        budget: tokens to keep, at least 1.
+        min_length: rows and heads with fewer valid slots are left as they are.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, before anything is written.
+    """
+    _check_cache("cache_compact_", key_cache, value_cache, positions, lengths)
+    check.check_tensor("scores", scores, "B Hkv C")
+    if scores.shape != positions.shape:
+        raise ValueError(f"scores must have shape {list(positions.shape)}, got {list(scores.shape)}")
+    if scores.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"scores must be float32, got {scores.dtype}")
+    check.check_device("scores", scores, "key_cache", key_cache)
+    check.check_count("budget", budget, 1)
+    check.check_count("min_length", min_length, 0)
+    CACHE_COMPACT(key_cache, value_cache, positions, lengths, scores, budget, min_length)
+
+
+def _check_cache(
+    operator: str, key_cache: Tensor, value_cache: Tensor, positions: Tensor, lengths: Tensor
+) -> None:
+    check.check_tensor("key_cache", key_cache, "B Hkv C Dk")
+    check.check_tensor("value_cache", value_cache, "B Hkv C Dv")
+    for dim, what in enumerate(("batch", "heads", "slots")):
+        check.check_size("value_cache", value_cache, dim, key_cache.shape[dim], f"key_cache's {what}")
+    check.check_same_kind("key_cache", key_cache, value_cache=value_cache)
+    check.check_int32("positions", positions, tuple(key_cache.shape[:3]), "B Hkv C", key_cache.device)
+    check.check_int32("lengths", lengths, tuple(key_cache.shape[:2]), "B Hkv", key_cache.device)
+    check.check_no_grad(operator, key_cache=key_cache, value_cache=value_cache)
+
+
+def _fake(*_: object) -> None:
+    return None
+
+
+_CACHE = "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) positions, Tensor(d!) lengths"
+CACHE_APPEND = register(
+    "cache_append_",
+    f"({_CACHE}, Tensor key, Tensor value, Tensor position) -> ()",
+    cpu="fastattn.ops.cpu.cache:cache_append_",
+    triton="fastattn.ops.triton.cache:cache_append_",
+    fake=_fake,
+)
+CACHE_COMPACT = register(
+    "cache_compact_",
+    f"({_CACHE}, Tensor scores, SymInt budget, SymInt min_length) -> ()",
+    cpu="fastattn.ops.cpu.cache:cache_compact_",
+    triton="fastattn.ops.triton.cache:cache_compact_",
+    fake=_fake,
+)

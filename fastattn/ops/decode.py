@@ -1,0 +1,133 @@
+"""Attention of a few new queries over a cache: grouped-query and absorbed multi-head latent attention."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastattn.ops import _checks as check
+from fastattn.ops._register import register
+from fastattn.ops.attention import check_attention_shapes, empty_out_and_lse
+
+
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of ``Sq`` new queries over a cache buffer whose valid slots are a prefix.
+
+    With ``causal`` the newest ``Sq`` valid slots belong to the ``Sq`` queries: query ``i`` sees the first
+    ``lengths - Sq + 1 + i`` slots. Without, every query sees all valid slots. Made for few queries and many
+    slots; any number of queries works.
+
+    Args:
+        query: ``[B, H, Sq, Dqk]``, float16, bfloat16, float32 or float64.
+        key: ``[B, Hkv, C, Dqk]``, a buffer; slots beyond ``lengths`` may hold anything, NaN included.
+        value: ``[B, Hkv, C, Dv]``.
+        lengths: int32 ``[B, Hkv]``, valid slots of every row and head, at most ``C``.
+        scale: softmax scale, ``Dqk ** -0.5`` by default.
+        causal: see above.
+        return_lse: also return the log-sum-exp.
+
+    Returns:
+        ``out [B, H, Sq, Dv]`` and, with ``return_lse``, ``lse [B, H, Sq]`` (natural logarithm, float32; float64
+        for float64 inputs). A query that sees no slot gives ``out = 0`` and ``lse = -inf``.
+
+    Raises:
+        TypeError: an argument of another type, or mixed dtypes.
+        ValueError: shapes, heads or devices that do not fit, or an argument that requires a gradient.
+    """
+    check.check_tensor("query", query, "B H Sq Dqk")
+    check.check_tensor("key", key, "B Hkv C Dqk")
+    check.check_tensor("value", value, "B Hkv C Dv")
+    check_attention_shapes(query, key, value)
+    check.check_int32("lengths", lengths, (key.shape[0], key.shape[1]), "B Hkv", query.device)
+    check.check_no_grad("decode_attention", query=query, key=key, value=value)
+    scale = check.resolve_scale(scale, query.shape[3])
+    out, lse = DECODE_ATTENTION(query, key, value, lengths, scale, bool(causal))
+    return (out, lse) if return_lse else out
+
+
+def latent_decode(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Absorbed multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) over a latent cache.
+
+    All query heads share one latent per token. With the cache split as ``[latent c_j (R) | rope key r_j (Dr)]``:
+
+    .. math:: o_i = \sum_j \mathrm{softmax}_j\big(\mathrm{scale}\,(q^c_i \cdot c_j + q^r_i \cdot r_j)\big)\, c_j
+
+    Args:
+        query_latent: ``[B, H, Sq, R]``, the query taken through the key up-projection.
+        query_rope: ``[B, H, Sq, Dr]``, rotated.
+        cache: ``[B, C, R + Dr]``; slots beyond ``lengths`` may hold anything, NaN included.
+        lengths: int32 ``[B]``, valid slots per row.
+        scale: softmax scale of the module (it does not follow from these shapes).
+        causal: the newest ``Sq`` valid slots belong to the ``Sq`` queries, as in :func:`decode_attention`.
+        return_lse: also return the log-sum-exp.
+
+    Returns:
+        ``out [B, H, Sq, R]`` and, with ``return_lse``, ``lse [B, H, Sq]`` (natural logarithm, float32; float64 for
+        float64 inputs). A query that sees no slot gives ``out = 0`` and ``lse = -inf``.
+
+    Raises:
+        TypeError: an argument of another type, or mixed dtypes.
+        ValueError: shapes or devices that do not fit, or an argument that requires a gradient.
+    """
+    check.check_tensor("query_latent", query_latent, "B H Sq R")
+    check.check_tensor("query_rope", query_rope, "B H Sq Dr")
+    check.check_tensor("cache", cache, "B C R+Dr")
+    for dim, what in enumerate(("batch", "heads", "tokens")):
+        check.check_size("query_rope", query_rope, dim, query_latent.shape[dim], f"query_latent's {what}")
+    check.check_size("cache", cache, 0, query_latent.shape[0], "query_latent's batch")
+    columns = query_latent.shape[3] + query_rope.shape[3]
+    check.check_size("cache", cache, 2, columns, "rank plus rope dim of the query")
+    check.check_same_kind("query_latent", query_latent, query_rope=query_rope, cache=cache)
+    check.check_int32("lengths", lengths, (cache.shape[0],), "B", cache.device)
+    check.check_no_grad("latent_decode", query_latent=query_latent, query_rope=query_rope, cache=cache)
+    if scale is None:
+        raise TypeError("scale must be a float: it does not follow from the shapes of a latent cache")
+    scale = check.resolve_scale(scale, columns)
+    out, lse = LATENT_DECODE(query_latent, query_rope, cache, lengths, scale, bool(causal))
+    return (out, lse) if return_lse else out
+
+
+def _fake_decode(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    return empty_out_and_lse(query, value.shape[3])
+
+
+def _fake_latent(
+    query_latent: Tensor, query_rope: Tensor, cache: Tensor, lengths: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    return empty_out_and_lse(query_latent, query_latent.shape[3])
+
+
+DECODE_ATTENTION = register(
+    "decode_attention",
+    "(Tensor query, Tensor key, Tensor value, Tensor lengths, float scale, bool causal) -> (Tensor, Tensor)",
+    cpu="fastattn.ops.cpu.decode:decode_attention",
+    triton="fastattn.ops.triton.decode:decode_attention",
+    fake=_fake_decode,
+)
+LATENT_DECODE = register(
+    "latent_decode",
+    "(Tensor query_latent, Tensor query_rope, Tensor cache, Tensor lengths, float scale, bool causal)"
+    " -> (Tensor, Tensor)",
+    cpu="fastattn.ops.cpu.latent:latent_decode",
+    triton="fastattn.ops.triton.latent:latent_decode",
+    fake=_fake_latent,
+)
