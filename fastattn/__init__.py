@@ -25,7 +25,16 @@ _EXPORTS = {
 }
 _SUBMODULES = ("ops",)
 
-__all__ = [*sorted(_EXPORTS), *_SUBMODULES]
+__all__ = [
+    "CompressedKVCache",
+    "ExpectedAttention",
+    "KeyDiff",
+    "Knorm",
+    "Policy",
+    "Rotary",
+    "StreamingLLM",
+    "ops",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -21,17 +21,13 @@ def check_tensor(name: str, value: object, dims: str) -> None:
 def check_size(name: str, value: Tensor, dim: int, expected: int, because: str) -> None:
     """Size ``dim`` of ``value`` equals ``expected``; ``because`` says where the expectation comes from."""
     if value.shape[dim] != expected:
-        raise ValueError(
-            f"{name} must have size {expected} in dim {dim} ({because}), got {list(value.shape)}"
-        )
+        raise ValueError(f"{name} must have size {expected} in dim {dim} ({because}), got {list(value.shape)}")
 
 
 def check_same_kind(reference_name: str, reference: Tensor, **others: Tensor) -> None:
     """A floating dtype, shared by all tensors, on one device."""
     if reference.dtype not in FLOATS:
-        raise TypeError(
-            f"{reference_name} must be float16, bfloat16, float32 or float64, got {reference.dtype}"
-        )
+        raise TypeError(f"{reference_name} must be float16, bfloat16, float32 or float64, got {reference.dtype}")
     for name, other in others.items():
         if other.dtype != reference.dtype:
             raise TypeError(f"{name} must have {reference_name}'s dtype {reference.dtype}, got {other.dtype}")
@@ -40,9 +36,7 @@ def check_same_kind(reference_name: str, reference: Tensor, **others: Tensor) ->
 
 def check_device(name: str, value: Tensor, reference_name: str, reference: Tensor) -> None:
     if value.device != reference.device:
-        raise ValueError(
-            f"{name} must be on {reference_name}'s device {reference.device}, got {value.device}"
-        )
+        raise ValueError(f"{name} must be on {reference_name}'s device {reference.device}, got {value.device}")
 
 
 def check_int32(name: str, value: object, shape: tuple[int, ...], dims: str, device: torch.device) -> None:

@@ -128,6 +128,4 @@ def _bind(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[
 
 def register_backward(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
     """Give ``fastattn::name`` a gradient."""
-    torch.library.register_autograd(
-        f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY
-    )
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY)

@@ -114,9 +114,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Any, ...]:
     query, key, value, out, lse, key_start, lengths = ctx.saved_tensors
-    grads = ATTENTION_BACKWARD(
-        grad_out, query, key, value, out, lse, ctx.causal, ctx.scale, key_start, lengths
-    )
+    grads = ATTENTION_BACKWARD(grad_out, query, key, value, out, lse, ctx.causal, ctx.scale, key_start, lengths)
     return (*grads, None, None, None, None)
 
 

@@ -46,15 +46,9 @@ def cache_append_(
     check.check_int32("position", position, (key.shape[0], key.shape[2]), "B T", key_cache.device)
     check.check_no_grad("cache_append_", key=key, value=value)
     if check.checks_values(lengths):
-        needed = (
-            int((lengths + (position >= 0).sum(1, dtype=torch.int32)[:, None]).amax())
-            if lengths.numel()
-            else 0
-        )
+        needed = int((lengths + (position >= 0).sum(1, dtype=torch.int32)[:, None]).amax()) if lengths.numel() else 0
         if needed > key_cache.shape[2]:
-            raise ValueError(
-                f"key must fit the cache's {key_cache.shape[2]} slots, but {needed} would be filled"
-            )
+            raise ValueError(f"key must fit the cache's {key_cache.shape[2]} slots, but {needed} would be filled")
     CACHE_APPEND(key_cache, value_cache, positions, lengths, key, value, position)
 
 
@@ -98,9 +92,7 @@ def cache_compact_(
     CACHE_COMPACT(key_cache, value_cache, positions, lengths, scores, budget, min_length)
 
 
-def _check_cache(
-    operator: str, key_cache: Tensor, value_cache: Tensor, positions: Tensor, lengths: Tensor
-) -> None:
+def _check_cache(operator: str, key_cache: Tensor, value_cache: Tensor, positions: Tensor, lengths: Tensor) -> None:
     check.check_tensor("key_cache", key_cache, "B Hkv C Dk")
     check.check_tensor("value_cache", value_cache, "B Hkv C Dv")
     for dim, what in enumerate(("batch", "heads", "slots")):

@@ -40,9 +40,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         check.check_same_kind("outs[0]", outs[0], **{f"outs[{index}]": out})
         check.check_device(f"lses[{index}]", lse, "outs[0]", outs[0])
         if out.shape != outs[0].shape:
-            raise ValueError(
-                f"outs[{index}] must have outs[0]'s shape {list(outs[0].shape)}, got {list(out.shape)}"
-            )
+            raise ValueError(f"outs[{index}] must have outs[0]'s shape {list(outs[0].shape)}, got {list(out.shape)}")
         if lse.shape != out.shape[:3]:
             raise ValueError(f"lses[{index}] must have shape {list(out.shape[:3])}, got {list(lse.shape)}")
         expected = torch.float64 if out.dtype == torch.float64 else torch.float32

@@ -166,7 +166,7 @@ def score_expected_attention(
     scored = valid & (positions >= n_sink)
     key = _wide(key).masked_fill(~valid[..., None], 0.0)
     value = _wide(value).masked_fill(~valid[..., None], 0.0)
-    batch, kv_heads, slots, dim = key.shape
+    batch, kv_heads, _, dim = key.shape
     statistic = query_samples if query_samples is not None else query_mean
     assert statistic is not None
     groups = statistic.shape[1] // kv_heads
@@ -190,9 +190,7 @@ def score_expected_attention(
     return score.masked_fill(~valid, float("-inf"))
 
 
-def query_moments(
-    query: Tensor, valid: Tensor | None = None, *, min_length: int = 0
-) -> tuple[Tensor, Tensor]:
+def query_moments(query: Tensor, valid: Tensor | None = None, *, min_length: int = 0) -> tuple[Tensor, Tensor]:
     """See :func:`fastattn.ops.query_moments`."""
     query = _wide(query)
     if valid is None:
