@@ -33,7 +33,7 @@ def cache_append_(
 
     Raises:
         TypeError, ValueError: arguments that do not fit, before anything is written. Tokens beyond the capacity ``C``
-            raise in eager mode on a CPU; elsewhere they are dropped and ``lengths`` stops at ``C``.
+            raise on a CPU; on a GPU, which is not waited for, they are dropped and ``lengths`` stops at ``C``.
     """
     _check_cache("cache_append_", key_cache, value_cache, positions, lengths)
     check.check_tensor("key", key, "B Hkv T Dk")
@@ -45,10 +45,6 @@ def cache_append_(
     check.check_same_kind("key_cache", key_cache, key=key, value=value)
     check.check_int32("position", position, (key.shape[0], key.shape[2]), "B T", key_cache.device)
     check.check_no_grad("cache_append_", key=key, value=value)
-    if check.checks_values(lengths):
-        needed = int((lengths + (position >= 0).sum(1, dtype=torch.int32)[:, None]).amax()) if lengths.numel() else 0
-        if needed > key_cache.shape[2]:
-            raise ValueError(f"key must fit the cache's {key_cache.shape[2]} slots, but {needed} would be filled")
     CACHE_APPEND(key_cache, value_cache, positions, lengths, key, value, position)
 
 

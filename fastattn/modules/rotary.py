@@ -1,0 +1,123 @@
+"""Rotary position embedding as data: what a policy needs to know of a model's rotation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Rotary(nn.Module):
+    r"""Rotation of pairs of dims by angles that grow with the position (RoPE, arXiv 2104.09864).
+
+    Pair ``f`` of a vector at position ``p`` is rotated by ``p * inv_freq[f]`` and multiplied by ``attention_factor``
+    (YaRN). Dims outside ``[start, start + 2 * len(inv_freq))`` stay as they are.
+
+    Args:
+        inv_freq: ``[m]``, radians per position; kept in float32 whatever ``.to()`` says.
+        interleave: pairs are neighbours ``(0, 1), (2, 3), ...`` (DeepSeek) instead of halves ``(0, m), (1, m + 1), ...``
+            (Llama).
+        attention_factor: factor on the rotated dims.
+        start: first rotated dim (the rank, for a latent cache ``[latent | rope key]``).
+
+    Raises:
+        TypeError, ValueError: an argument of another type, shape or range.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(
+        self, inv_freq: Tensor, *, interleave: bool = False, attention_factor: float = 1.0, start: int = 0
+    ) -> None:
+        super().__init__()
+        if not isinstance(inv_freq, Tensor):
+            raise TypeError(f"inv_freq must be a tensor [m], got {type(inv_freq).__name__}")
+        if inv_freq.dim() != 1 or not inv_freq.is_floating_point():
+            raise ValueError(f"inv_freq must be a float tensor [m], got {inv_freq.dtype} {list(inv_freq.shape)}")
+        if not attention_factor > 0:
+            raise ValueError(f"attention_factor must be positive, got {attention_factor}")
+        if start < 0:
+            raise ValueError(f"start must not be negative, got {start}")
+        with torch.inference_mode(False):
+            self.register_buffer("inv_freq", inv_freq.detach().to(torch.float32, copy=True), persistent=False)
+        self.interleave = bool(interleave)
+        self.attention_factor = float(attention_factor)
+        self.start = int(start)
+
+    @property
+    def end(self) -> int:
+        """One past the last rotated dim."""
+        return self.start + 2 * self.inv_freq.shape[0]
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """``x [B, H, T, D]`` rotated to ``positions [B, T]`` (or ``[B, H, T]``)."""
+        angle = self._angles(x, positions)
+        return self._turn(x, angle.cos() * self.attention_factor, angle.sin() * self.attention_factor)
+
+    def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """The inverse of :meth:`rotate`."""
+        angle = self._angles(x, positions)
+        return self._turn(x, angle.cos() / self.attention_factor, -angle.sin() / self.attention_factor)
+
+    def shift(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """An already rotated ``x [B, H, T, D]`` moved on by ``offsets [B, T]`` or ``[B, H, T]`` positions."""
+        angle = self._angles(x, offsets)
+        return self._turn(x, angle.cos(), angle.sin())
+
+    def average(self, x: Tensor, first: Tensor, count: int) -> Tensor:
+        r"""``x [B, ..., D]`` under the mean rotation over positions ``first, ..., first + count - 1``.
+
+        In closed form per frequency f: a rotation by :math:`(first + (count - 1)/2) f` times
+        :math:`\sin(count f / 2) / (count \sin(f / 2))`.
+
+        Args:
+            x: vectors before rotation.
+            first: int ``[B]``.
+            count: number of positions, at least 1.
+        """
+        wide = x.dtype if x.dtype == torch.float64 else torch.float32
+        freq = self.inv_freq.to(wide)
+        half = freq / 2
+        tiny = half.sin().abs() < 1e-6
+        shrink = torch.where(tiny, 1.0, (count * half).sin() / (count * torch.where(tiny, 1.0, half.sin())))
+        angle = (first.to(wide)[:, None] + (count - 1) / 2) * freq  # [B, m]
+        angle = angle.view(angle.shape[0], *[1] * (x.dim() - 2), angle.shape[1])
+        shrink = shrink * self.attention_factor
+        return self._turn(x, angle.cos() * shrink, angle.sin() * shrink)
+
+    def _angles(self, x: Tensor, positions: Tensor) -> Tensor:
+        wide = x.dtype if x.dtype == torch.float64 else torch.float32
+        if positions.dim() == 2:
+            positions = positions[:, None]
+        return positions[..., None].to(wide) * self.inv_freq.to(wide)
+
+    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if x.shape[-1] < self.end:
+            raise ValueError(f"x must have at least {self.end} dims to rotate, got {x.shape[-1]}")
+        rotated = x[..., self.start : self.end].to(cos.dtype)
+        if self.interleave:
+            first, second = rotated[..., 0::2], rotated[..., 1::2]
+            turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+        else:
+            first, second = rotated.chunk(2, dim=-1)
+            turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        turned = turned.to(x.dtype)
+        if turned.shape[-1] == x.shape[-1]:
+            return turned
+        return torch.cat([x[..., : self.start], turned, x[..., self.end :]], dim=-1)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Moves to another device, but never rounds the frequencies."""
+        with torch.inference_mode(False):
+            exact = self.inv_freq
+            super()._apply(fn, recurse)
+            self.inv_freq = exact.to(self.inv_freq.device)
+        return self
+
+    def extra_repr(self) -> str:
+        return (
+            f"frequencies={self.inv_freq.shape[0]}, interleave={self.interleave}, "
+            f"attention_factor={self.attention_factor:g}, start={self.start}"
+        )

@@ -1,0 +1,81 @@
+"""CPU formulations of the in-place cache updates. They look at the lengths and touch only what changes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def cache_append_(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position: Tensor,
+) -> None:
+    batch, kv_heads, capacity, _ = key_cache.shape
+    if key.numel() == 0:
+        return
+    filled = lengths.tolist()
+    real = (position >= 0).sum(1).tolist()
+    tokens = key.shape[2]
+    for row, count in zip(filled, real, strict=True):
+        if max(row) + count > capacity:
+            raise ValueError(f"key must fit the cache's {capacity} slots, but {max(row) + count} would be filled")
+    buffers = ((key_cache, key), (value_cache, value), (positions, position[:, None].expand(-1, kv_heads, -1)))
+    start = filled[0][0]
+    if all(count == tokens for count in real) and all(length == start for row in filled for length in row):
+        for cache, new in buffers:
+            cache[:, :, start : start + tokens].copy_(new)
+    else:
+        for b in range(batch):
+            chosen = None if real[b] == tokens else (position[b] >= 0).nonzero().flatten()
+            for h in range(kv_heads):
+                slots = slice(filled[b][h], filled[b][h] + real[b])
+                for cache, new in buffers:
+                    cache[b, h, slots] = new[b, h] if chosen is None else new[b, h].index_select(0, chosen)
+    lengths.add_(torch.tensor(real, dtype=torch.int32)[:, None])
+
+
+def cache_compact_(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    scores: Tensor,
+    budget: int,
+    min_length: int,
+) -> None:
+    full = max(budget + 1, min_length)
+    for b, row in enumerate(lengths.tolist()):
+        for length in sorted(set(row)):
+            if length < full:
+                continue
+            heads = [h for h, other in enumerate(row) if other == length]
+            kept = select_slots(scores[b, heads, :length], budget)
+            for h, index in zip(heads, kept, strict=True):
+                for buffer in (key_cache, value_cache, positions):
+                    buffer[b, h, :budget] = buffer[b, h].index_select(0, index)
+                positions[b, h, budget:] = -1
+                lengths[b, h] = budget
+
+
+def select_slots(scores: Tensor, budget: int) -> Tensor:
+    """Ascending indices ``[R, budget]`` of the best of ``[R, n]`` scores: later wins ties, NaN ranks lowest."""
+    order = _order_preserving_int(scores)
+    threshold = order.topk(budget, dim=1).values[:, -1:]
+    above = order > threshold
+    tied = order == threshold
+    newest_first = tied.flip(1).cumsum(1).flip(1)
+    keep = above | (tied & (newest_first <= budget - above.sum(1, keepdim=True)))
+    return keep.nonzero()[:, 1].view(-1, budget)
+
+
+def _order_preserving_int(scores: Tensor) -> Tensor:
+    """Integers in the order of the floats: -0.0 equals 0.0, and NaN lies below -inf."""
+    integer = torch.int64 if scores.dtype == torch.float64 else torch.int32
+    bits = (scores + 0.0).view(integer)
+    order = torch.where(bits < 0, bits ^ torch.iinfo(integer).max, bits)
+    return order.masked_fill(scores.isnan(), torch.iinfo(integer).min)
