@@ -1,0 +1,17 @@
+"""Combining partial attention results on a CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def merge_attention(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """See :func:`fastattn.ops.merge_attention`."""
+    stacked = torch.stack(lses)
+    lse = torch.logsumexp(stacked, dim=0)
+    weights = torch.exp(stacked - lse.masked_fill(lse == float("-inf"), 0.0))[..., None]
+    total = outs[0].new_zeros(outs[0].shape, dtype=lse.dtype)
+    for weight, out in zip(weights, outs, strict=True):
+        total.addcmul_(weight, out)
+    return total.to(outs[0].dtype), lse
