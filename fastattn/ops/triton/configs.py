@@ -1,0 +1,100 @@
+"""Tile sizes, warps and pipeline stages: a small table by chip family and shape class, and what proves it.
+
+No autotuning: a config is looked up. ``benchmarks.kernel_table`` compiles every line for its chip without a GPU and
+holds it to the chip's shared memory, to no spilled registers and to the chip's matrix instructions.
+
+Each kernel module lists what to compile in a function ``offline_cases() -> list[OfflineCase]``, and
+``KERNEL_MODULES`` names the modules. A case calls the module's own launcher on meta tensors; the launches are recorded,
+not run, so what is compiled is what would be launched. ``benchmarks/offline.py`` does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+FAMILIES = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
+
+# Modules of fastattn.ops.triton that define offline_cases(), in the order of the table.
+KERNEL_MODULES = ("decode",)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A tile and how it is launched.
+
+    Attributes:
+        rows: rows of the left operand of the matrix products (queries times heads of a group).
+        keys: keys of a tile.
+        warps: warps per program.
+        stages: depth of the load pipeline.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+    def options(self) -> dict[str, Any]:
+        """Launch options, as keyword arguments."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+@dataclass(frozen=True)
+class OfflineCase:
+    """A call of a launcher whose kernels are to be compiled offline.
+
+    Conventions the checks rely on: a constexpr ``BLOCK_M`` is the number of rows of a kernel's matrix products (64 rows
+    must use wgmma on sm_90 and tcgen05 on sm_100); run-time arguments are tensors and integers, never floats.
+
+    Attributes:
+        name: operator and shape class, unique in the table: ``"decode_attention 128/128 G4"``.
+        launch: calls the launcher, with all tensors on the meta device.
+        families: chip families to compile for.
+        narrow: kernels that rightly have no 16-byte load, by name.
+    """
+
+    name: str
+    launch: Callable[[], object]
+    families: tuple[str, ...] = FAMILIES
+    narrow: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SplitConfig(Config):
+    """A config of a split-KV kernel.
+
+    Attributes:
+        resident: programs that one processor holds at a time (by shared memory), which the split count follows.
+    """
+
+    resident: int
+
+
+def decode_config(family: str, rows: int, slot_bytes: int) -> SplitConfig:
+    """The tile of ``decode_attention`` for ``rows`` (queries times group) and ``slot_bytes`` (key and value of a slot).
+
+    Decoding reads every slot once and computes little, so the tile is chosen to keep many bytes in flight: about
+    ``keys * stages * slot_bytes`` of shared memory per program. More rows than needed cost nothing but registers.
+    """
+    block = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    for largest, keys, warps, stages, resident in _DECODE[family]:
+        if slot_bytes <= largest:
+            return SplitConfig(block, keys, warps, stages, resident)
+    raise ValueError(f"decode_attention supports up to {_DECODE[family][-1][0]} bytes per slot, got {slot_bytes}")
+
+
+# (largest bytes per slot, keys, warps, stages, programs per processor).
+# 256 = 64/64, 512 = 128/128, 640 = 192/128 or 1,024 = 256/256, 2,048 = 512/512, in 16 bits; twice that in float32.
+_DECODE = {
+    # 227 KiB per block: two programs of about 100 KiB overlap one's start with the other's loads
+    "sm_90": ((256, 128, 4, 3, 2), (512, 64, 4, 3, 2), (1024, 32, 4, 3, 2), (2048, 32, 4, 2, 1), (4096, 16, 8, 2, 1)),
+    "sm_100": ((256, 128, 4, 3, 2), (512, 64, 4, 3, 2), (1024, 32, 4, 3, 2), (2048, 32, 4, 2, 1), (4096, 16, 8, 2, 1)),
+    # 163 KiB: two programs of 64 to 80 KiB
+    "sm_80": ((256, 128, 4, 2, 2), (512, 64, 4, 2, 2), (1024, 32, 4, 2, 2), (2048, 16, 4, 2, 2), (4096, 16, 8, 1, 1)),
+    # 99 KiB: one program of 64 KiB
+    "sm_86": ((256, 128, 4, 2, 1), (512, 64, 4, 2, 1), (1024, 32, 4, 2, 1), (2048, 16, 4, 2, 1), (4096, 16, 8, 1, 1)),
+    # 64 KiB, one stage: the compiler keeps the next tile in registers instead
+    "gfx942": ((256, 64, 4, 1, 2), (512, 32, 4, 1, 2), (1024, 32, 4, 1, 1), (2048, 16, 4, 1, 1), (4096, 16, 4, 1, 1)),
+}
