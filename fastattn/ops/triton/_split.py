@@ -1,0 +1,99 @@
+"""Splitting the slots of a cache over programs, and combining the partial results."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastattn.ops.triton import _launch
+
+MOST_SPLITS = 128
+SPLIT_TILES = 2  # a split of fewer tiles spends more on its start and on combining than it saves
+GOOD_ENOUGH = 0.9
+
+
+@triton.jit
+def combine_kernel(
+    part_out,
+    part_lse,
+    out,
+    lse,
+    splits,
+    sos,
+    sls,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """One program: one (batch, head, query) row. out = sum_s exp(lse_s - lse) out_s."""
+    i_row = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, BLOCK_D)
+    b_max = float("-inf")
+    b_sum = 0.0
+    b_out = tl.zeros((BLOCK_D,), tl.float32)
+    for start in tl.range(0, splits, BLOCK_S):
+        o_split = (start + tl.arange(0, BLOCK_S)).to(tl.int64)
+        b_lse = tl.load(part_lse + o_split * sls + i_row, mask=o_split < splits, other=float("-inf"))
+        b_new = tl.maximum(b_max, tl.max(b_lse, 0))
+        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_weight = tl.exp(b_lse - b_base)
+        b_factor = tl.exp(b_max - b_base)
+        # [S, D]: an empty split wrote no output
+        m_part = (b_lse > float("-inf"))[:, None] & (o_d < DV)[None, :]
+        b_part = tl.load(part_out + o_split[:, None] * sos + i_row * DV + o_d[None, :], mask=m_part, other=0.0)
+        b_out = b_out * b_factor + tl.sum(b_part * b_weight[:, None], 0)
+        b_sum = b_sum * b_factor + tl.sum(b_weight, 0)
+        b_max = b_new
+    b_divisor = tl.where(b_sum == 0.0, 1.0, b_sum)
+    tl.store(out + i_row * DV + o_d, (b_out / b_divisor).to(out.dtype.element_ty), mask=o_d < DV)
+    tl.store(lse + i_row, tl.where(b_sum == 0.0, float("-inf"), b_max + tl.log(b_divisor)))
+
+
+def split_count(target: _launch.Target, programs: int, tiles: int, resident: int) -> int:
+    """How many programs share one row tile's slots: enough to fill the chip, in nearly whole waves.
+
+    Args:
+        target: the chip.
+        programs: programs without splitting.
+        tiles: key tiles of a full buffer.
+        resident: programs of this kernel that one processor holds at a time.
+    """
+    slots = target.processors * resident
+    most = torch.sym_min(MOST_SPLITS, (tiles + SPLIT_TILES - 1) // SPLIT_TILES)
+    if programs >= slots or most <= 1:
+        return 1
+    if not (isinstance(programs, int) and isinstance(most, int)):
+        return torch.sym_max(1, torch.sym_min(most, slots // programs))
+    # the share of the last wave that is busy, over all waves; the first good enough wins, for it combines least
+    filled = {count: programs * count / slots for count in range(1, most + 1)}
+    share = {count: waves / -(-waves // 1) for count, waves in filled.items()}
+    best = max(share.values())
+    return next(count for count, value in share.items() if value >= GOOD_ENOUGH * best)
+
+
+def split_buffers(out: Tensor, lse: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Where the split kernel writes: the results themselves with one split, else float32 partial results."""
+    if splits == 1:
+        return out[None], lse[None]
+    return out.new_empty(splits, *out.shape, dtype=torch.float32), lse.new_empty(splits, *lse.shape)
+
+
+def combine(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge ``part_out [splits, ..., Dv]`` and ``part_lse [splits, ...]`` into ``out`` and ``lse``, all contiguous."""
+    value_dim = int(out.shape[-1])
+    block = _launch.next_power_of_two(value_dim, 16)
+    _launch.kernel(combine_kernel)[(lse.numel(),)](
+        part_out,
+        part_lse,
+        out,
+        lse,
+        part_out.shape[0],
+        part_out.stride(0),
+        part_lse.stride(0),
+        DV=value_dim,
+        BLOCK_D=block,
+        BLOCK_S=max(1, 4096 // block),  # 4,096 numbers per step: 32 per thread
+        num_warps=4,
+    )

@@ -1,0 +1,212 @@
+"""Attention of a few new queries over a cache: split-KV kernel, combine kernel, launcher."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastattn.ops.attention import empty_out_and_lse
+from fastattn.ops.triton import _launch
+from fastattn.ops.triton._split import combine, split_buffers, split_count
+from fastattn.ops.triton._tile import LOG2E, load_tile, softmax_end, softmax_step
+from fastattn.ops.triton.configs import OfflineCase, decode_config
+
+LARGEST_DIM = 512
+
+
+@triton.jit
+def decode_kernel(
+    query,
+    key,
+    value,
+    lengths,
+    out,
+    lse,
+    kv_heads,
+    tokens,
+    capacity,
+    row_tiles,
+    splits,
+    sqb,
+    sqh,
+    sqt,
+    sqd,
+    skb,
+    skh,
+    skt,
+    skd,
+    svb,
+    svh,
+    svt,
+    svd,
+    slb,
+    slh,
+    sos,
+    sls,
+    SCALE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    DK1: tl.constexpr,
+    DK2: tl.constexpr,
+    DV: tl.constexpr,
+    DV1: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: one split of the slots for one row tile of one group."""
+    i_tile = tl.program_id(0) % row_tiles
+    i_bh = tl.program_id(0) // row_tiles
+    i_split = tl.program_id(1)
+    i_b = (i_bh // kv_heads).to(tl.int64)
+    i_h = (i_bh % kv_heads).to(tl.int64)
+
+    o_row = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_row = o_row < tokens * GROUP
+    o_query = o_row // GROUP
+    o_head = i_h * GROUP + o_row % GROUP
+    o_d1 = tl.arange(0, DK1)
+    o_dv = tl.arange(0, DV1)
+
+    # slots this row tile sees, and this split's share of them, whole tiles of them
+    length = tl.minimum(tl.load(lengths + i_b * slb + i_h * slh), capacity)
+    seen = length
+    if CAUSAL:
+        seen = length - tokens + 1 + tl.minimum(i_tile * BLOCK_M + BLOCK_M - 1, tokens * GROUP - 1) // GROUP
+    seen = tl.maximum(seen, 0)
+    share = tl.cdiv(tl.cdiv(seen, BLOCK_N), splits) * BLOCK_N
+    first = i_split * share
+    last = tl.minimum(first + share, seen)
+    o_limit = tl.zeros((BLOCK_M,), tl.int32) + length
+    if CAUSAL:
+        o_limit = length - tokens + 1 + o_query
+
+    # rows of the output are (batch, head, query) triples
+    o_out = (i_b * kv_heads * GROUP + o_head) * tokens + o_query
+    p_out = out + i_split.to(tl.int64) * sos + o_out[:, None] * DV + o_dv[None, :]
+    p_lse = lse + i_split.to(tl.int64) * sls + o_out
+    m_out = m_row[:, None] & (o_dv < DV)[None, :]
+    if first >= last:
+        # combine reads nothing but the lse of an empty split
+        tl.store(p_lse, tl.full((BLOCK_M,), float("-inf"), tl.float32), mask=m_row)
+        if splits == 1:
+            tl.store(p_out, tl.zeros((BLOCK_M, DV1), out.dtype.element_ty), mask=m_out)
+        return
+
+    p_query = query + i_b * sqb + o_head * sqh + o_query.to(tl.int64) * sqt
+    # [M, DK1], [M, DK2]
+    b_q1 = tl.load(
+        p_query[:, None] + o_d1.to(tl.int64)[None, :] * sqd, mask=m_row[:, None] & (o_d1 < DK)[None, :], other=0.0
+    )
+    if DK2 > 0:
+        o_d2 = DK1 + tl.arange(0, DK2)
+        b_q2 = tl.load(
+            p_query[:, None] + o_d2.to(tl.int64)[None, :] * sqd, mask=m_row[:, None] & (o_d2 < DK)[None, :], other=0.0
+        )
+    p_key = key + i_b * skb + i_h * skh
+    p_value = value + i_b * svb + i_h * svh
+
+    b_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    b_sum = tl.zeros((BLOCK_M,), tl.float32)
+    b_out = tl.zeros((BLOCK_M, DV1), tl.float32)
+    for start in tl.range(first, last, BLOCK_N):
+        o_slot = start + tl.arange(0, BLOCK_N)
+        m_slot = o_slot < last
+        # [N, DK1], [N, DK2]
+        b_k1 = load_tile(p_key, o_slot, o_d1, skt, skd, m_slot, DK if DK < DK1 else DK1, DK1)
+        b_score = tl.dot(b_q1, tl.trans(b_k1), input_precision="ieee")
+        if DK2 > 0:
+            b_k2 = load_tile(p_key + DK1 * skd, o_slot, o_d2 - DK1, skt, skd, m_slot, DK - DK1, DK2)
+            b_score = tl.dot(b_q2, tl.trans(b_k2), b_score, input_precision="ieee")
+        m_seen = m_slot[None, :] & (o_slot[None, :] < o_limit[:, None])
+        b_score = tl.where(m_seen, b_score * (SCALE * LOG2E), float("-inf"))
+        b_weight, b_max, b_sum, b_factor = softmax_step(b_score, b_max, b_sum)
+        # [N, DV1]
+        b_v = load_tile(p_value, o_slot, o_dv, svt, svd, m_slot, DV, DV1)
+        b_out = tl.dot(b_weight.to(b_v.dtype), b_v, b_out * b_factor[:, None], input_precision="ieee")
+
+    b_divisor, b_lse = softmax_end(b_max, b_sum)
+    tl.store(p_out, (b_out / b_divisor[:, None]).to(out.dtype.element_ty), mask=m_out)
+    tl.store(p_lse, b_lse, mask=m_row)
+
+
+def decode_attention(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Launcher of ``fastattn::decode_attention``."""
+    _launch.check_dtype("decode_attention", "query", query)
+    batch, heads, tokens, key_dim = query.shape
+    kv_heads, capacity, value_dim = key.shape[1], key.shape[2], value.shape[3]
+    _launch.check_dim("decode_attention", "query's head dim", key_dim, LARGEST_DIM)
+    _launch.check_dim("decode_attention", "value's head dim", value_dim, LARGEST_DIM)
+    out, lse = empty_out_and_lse(query, value_dim)
+    if batch * heads * tokens == 0:
+        return out, lse
+    group = heads // kv_heads
+    dk1, dk2 = _launch.split_columns(key_dim)
+    dv1 = _launch.next_power_of_two(value_dim, 16)
+    target = _launch.target_of(query)
+    config = decode_config(target.family, group * tokens, (dk1 + dk2 + dv1) * query.itemsize)
+    row_tiles = triton.cdiv(group * tokens, config.rows)
+    programs = batch * kv_heads * row_tiles
+    splits = split_count(target, programs, triton.cdiv(capacity, config.keys), config.resident)
+    part_out, part_lse = split_buffers(out, lse, splits)
+    _launch.kernel(decode_kernel)[(programs, splits)](
+        query,
+        key,
+        value,
+        lengths,
+        part_out,
+        part_lse,
+        kv_heads,
+        tokens,
+        capacity,
+        row_tiles,
+        splits,
+        *query.stride(),
+        *key.stride(),
+        *value.stride(),
+        *lengths.stride(),
+        part_out.stride(0),
+        part_lse.stride(0),
+        SCALE=float(scale),
+        CAUSAL=causal,
+        GROUP=int(group),
+        DK=int(key_dim),
+        DK1=dk1,
+        DK2=dk2,
+        DV=int(value_dim),
+        DV1=dv1,
+        BLOCK_M=config.rows,
+        BLOCK_N=config.keys,
+        **config.options(),
+    )
+    if splits != 1:
+        combine(part_out, part_lse, out, lse)
+    return out, lse
+
+
+def offline_cases() -> list[OfflineCase]:
+    """Every shape class of the table: head dims times rows of a group."""
+
+    def case(name: str, group: int, key_dim: int, value_dim: int, tokens: int = 1, dtype=torch.bfloat16) -> OfflineCase:
+        def launch() -> object:
+            def empty(*shape: int) -> Tensor:
+                return torch.empty(shape, dtype=dtype, device="meta")
+
+            lengths = torch.empty(2, 8, dtype=torch.int32, device="meta")
+            query = empty(2, 8 * group, tokens, key_dim)
+            return decode_attention(query, empty(2, 8, 4096, key_dim), empty(2, 8, 4096, value_dim), lengths, 0.1, True)
+
+        return OfflineCase(name, launch)
+
+    cases = [
+        case(f"decode_attention {dk}/{dv} rows {group * tokens}", group, dk, dv, tokens)
+        for dk, dv in ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
+        for group, tokens in ((4, 1), (16, 2), (8, 8))
+    ]
+    cases.append(case("decode_attention 96/96 rows 4", 4, 96, 96))
+    cases.append(case("decode_attention 128/128 rows 4 float32", 4, 128, 128, dtype=torch.float32))
+    return cases
