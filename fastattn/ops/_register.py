@@ -22,9 +22,9 @@ import torch
 
 NAMESPACE = "fastattn"
 
-if "_LIBRARY" in globals():  # importlib.reload: drop the previous registrations first
-    globals()["_LIBRARY"]._destroy()
-_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+# Operator name -> the library that holds its registrations. Kept with the namespace, which outlives this module: where
+# modules are reloaded, or dropped and imported again, an operator's previous registrations are removed first.
+_libraries: dict[str, torch.library.Library] = vars(getattr(torch.ops, NAMESPACE)).setdefault("_libraries", {})
 
 _force_triton = False  # test switch: CPU tensors take the Triton branch
 _tracing = False  # a launcher is being traced: kernels must be wrapped
@@ -84,22 +84,27 @@ def register(
         triton: ``"module:function"`` of the launcher.
         fake: gives empty results with the real shapes, strides and dtypes.
     """
-    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    if name in _libraries:
+        _libraries.pop(name)._destroy()
+    library = _libraries[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
+    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     run_cpu, run_triton = _lazy(cpu), _lazy(triton)
 
     def cpu_kernel(*args: Any) -> Any:
         return run_triton(*args) if _force_triton else run_cpu(*args)
 
-    _LIBRARY.impl(name, cpu_kernel, "CPU")
-    _LIBRARY.impl(name, run_triton, "CUDA")
+    library.impl(name, cpu_kernel, "CPU")
+    library.impl(name, run_triton, "CUDA")
     qualified = f"{NAMESPACE}::{name}"
-    torch.library.register_fake(qualified, fake, lib=_LIBRARY)
+    torch.library.register_fake(qualified, fake, lib=library)
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
-    _make_launcher_visible(qualified, overload, run_triton)
+    _make_launcher_visible(library, qualified, overload, run_triton)
     return overload
 
 
-def _make_launcher_visible(qualified: str, overload: Any, launcher: Callable[..., Any]) -> None:
+def _make_launcher_visible(
+    library: torch.library.Library, qualified: str, overload: Any, launcher: Callable[..., Any]
+) -> None:
     """Trace the launcher instead of the operator when torch.compile functionalizes a graph for a GPU."""
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
@@ -117,7 +122,7 @@ def _make_launcher_visible(qualified: str, overload: Any, launcher: Callable[...
         finally:
             _tracing = previous
 
-    torch.library.register_torch_dispatch(qualified, FunctionalTensorMode, decompose, lib=_LIBRARY)
+    torch.library.register_torch_dispatch(qualified, FunctionalTensorMode, decompose, lib=library)
 
 
 def _bind(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -128,4 +133,4 @@ def _bind(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[
 
 def register_backward(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
     """Give ``fastattn::name`` a gradient."""
-    torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_libraries[name])
