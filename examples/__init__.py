@@ -1,0 +1,1 @@
+"""Examples: each is one command, ``python -m examples.NAME``."""
