@@ -1,0 +1,114 @@
+"""What a conversion is asked to do."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+METHODS = ("loss_optimal", "plain_svd")
+STATISTICS = ("sequential", "parallel")
+SELECTIONS = ("energy", "uniform")
+MIXINGS = ("complex", "real")
+
+
+@dataclass(frozen=True)
+class LowRankConfig:
+    """Options of :func:`fastattn.to_low_rank_`. ``None`` for a rank or dim keeps all there is.
+
+    Args:
+        kv_lora_rank: latent values cached per token, besides the rope key; at most
+            ``kv_heads * (head_dim + v_head_dim) - qk_rope_head_dim``.
+        q_lora_rank: rank of the query projection; ``None`` keeps one full-rank projection.
+        qk_rope_head_dim: dims of the shared rope key, even, at most ``kv_heads`` times the rotated dims of a head.
+            ``None`` keeps every one: RoPE is exact and only the rest is compressed.
+        method: ``"loss_optimal"`` minimizes the error of the projections' outputs on the calibration text,
+            ``"plain_svd"`` the error of their weights.
+        freq_fold: number of neighboring frequencies that are concentrated together as if they were equal, a divisor of
+            the number of frequencies, or ``"search"``: for each layer the divisor of least expected error.
+        rope_selection: which concentrated components keep RoPE: ``"energy"`` those of a layer whose loss would change
+            scores most; ``"uniform"`` equally many of every folded group, at the model's own evenly spaced frequencies
+            (with ``freq_fold = head_dim / qk_rope_head_dim`` these are DeepSeek's, which an export needs).
+        rope_mixing: ``"real"`` rotates both halves of a pair alike, as published; ``"complex"`` also lets heads differ
+            in phase, which collects at least as much energy.
+        kv_rank_budget: sum of the layers' latent ranks, given out where they lower the relative error most; needs
+            ``kv_lora_rank=None``.
+        statistics: ``"sequential"`` calibrates a layer on what the already converted layers put out, ``"parallel"`` on
+            what the original's did.
+        damping: multiple of the mean input energy added to the diagonal of the statistics.
+        balance: scale keys to the values' size before their joint decomposition.
+        layers: converts only attention modules whose name matches: a regular expression or a function of the name.
+
+    Raises:
+        TypeError, ValueError: an option of the wrong type or outside its range.
+    """
+
+    kv_lora_rank: int | None = 512
+    q_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = 64
+    method: Literal["loss_optimal", "plain_svd"] = "loss_optimal"
+    freq_fold: int | Literal["search"] = "search"
+    rope_selection: Literal["energy", "uniform"] = "energy"
+    rope_mixing: Literal["complex", "real"] = "complex"
+    kv_rank_budget: int | None = None
+    statistics: Literal["sequential", "parallel"] = "sequential"
+    damping: float = 0.0
+    balance: bool = True
+    layers: str | Callable[[str], bool] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("kv_lora_rank", "q_lora_rank", "kv_rank_budget"):
+            _check_count(name, getattr(self, name), 1)
+        _check_count("qk_rope_head_dim", self.qk_rope_head_dim, 2)
+        if self.qk_rope_head_dim is not None and self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim must be even (RoPE turns pairs), got {self.qk_rope_head_dim}")
+        if self.freq_fold != "search":
+            _check_count("freq_fold", self.freq_fold, 1)
+        for name, allowed in (
+            ("method", METHODS),
+            ("rope_selection", SELECTIONS),
+            ("rope_mixing", MIXINGS),
+            ("statistics", STATISTICS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        if self.kv_rank_budget is not None and self.kv_lora_rank is not None:
+            raise ValueError(
+                f"kv_rank_budget sets the ranks and needs kv_lora_rank=None, got kv_lora_rank={self.kv_lora_rank}"
+            )
+        if isinstance(self.damping, bool) or not isinstance(self.damping, (int, float)):
+            raise TypeError(f"damping must be a number, got {type(self.damping).__name__}")
+        if not (math.isfinite(self.damping) and self.damping >= 0):
+            raise ValueError(f"damping must be finite and at least 0, got {self.damping}")
+        if not isinstance(self.balance, bool):
+            raise TypeError(f"balance must be a bool, got {type(self.balance).__name__}")
+        if self.layers is not None and not isinstance(self.layers, str) and not callable(self.layers):
+            raise TypeError(
+                f"layers must be a regular expression, a function or None, got {type(self.layers).__name__}"
+            )
+
+    def wants(self, name: str) -> bool:
+        """Whether the attention module called ``name`` is to be converted."""
+        if self.layers is None:
+            return True
+        if isinstance(self.layers, str):
+            return re.search(self.layers, name) is not None
+        return bool(self.layers(name))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The options as JSON can hold them."""
+        options = asdict(self)
+        if callable(self.layers):
+            options["layers"] = getattr(self.layers, "__qualname__", repr(self.layers))
+        return options
+
+
+def _check_count(name: str, value: object, minimum: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")

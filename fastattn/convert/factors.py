@@ -1,0 +1,210 @@
+"""Low-rank factors of one attention layer: the joint key/value decomposition, the query, and what they lose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastattn.convert.rope import RopeSplit
+from fastattn.convert.weights import AttentionWeights
+
+
+@dataclass(frozen=True)
+class LayerFactors:
+    """A converted layer: ``state`` has LowRankAttention's parameter names, float64; the rest is its construction."""
+
+    state: dict[str, Tensor]
+    arguments: dict[str, object]
+    inv_freq: Tensor
+    errors: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """``up [rows, R]``, orthonormal columns, and ``down = up^T W``, ordered by what each direction keeps."""
+
+    up: Tensor
+    down: Tensor
+    kept: Tensor
+
+
+def project(matrix: Tensor, moment: Tensor, rank: int, method: str) -> Projection:
+    """The rank-``rank`` projection of ``W = matrix`` that loses least.
+
+    ``"loss_optimal"`` minimizes ``E||W z - U U^T W z||^2 = tr(W C W^T) - tr(U^T W C W^T U)`` with ``C = E[z z^T]``: the
+    top eigenvectors of ``W C W^T`` (no inverse, no Cholesky factor). ``"plain_svd"`` minimizes ``||W - U U^T W||``: the
+    same with ``C = I``. ``kept`` is the eigenvalue of every direction, up to full rank, falling.
+
+    Raises:
+        ValueError: ``rank`` above the number of rows.
+    """
+    if rank > matrix.shape[0]:
+        raise ValueError(f"rank must be at most {matrix.shape[0]}, the rows of the projection, got {rank}")
+    energy = matrix @ (moment @ matrix.T if method == "loss_optimal" else matrix.T)
+    values, vectors = torch.linalg.eigh((energy + energy.T) / 2)
+    up = vectors.flip(1)[:, :rank]
+    return Projection(up=up, down=up.T @ matrix, kept=values.flip(0).clamp_min(0))
+
+
+def output_error(matrix: Tensor, approximation: Tensor, moment: Tensor) -> float:
+    """``sqrt(E||(W - W') z||^2 / E||W z||^2)``, 0 where both vanish."""
+    difference = matrix - approximation
+    lost = ((difference @ moment) * difference).sum()
+    whole = ((matrix @ moment) * matrix).sum()
+    if float(whole) <= 0.0:
+        return 0.0
+    return float((lost.clamp_min(0) / whole).sqrt())
+
+
+@dataclass(frozen=True)
+class JointKeyValue:
+    """Balanced rows ``[K_nope / balance; V]`` of a layer, to be decomposed together."""
+
+    matrix: Tensor
+    balance: float
+    nope_rows: int
+
+
+def stack_key_value(
+    weights: AttentionWeights, split: RopeSplit, moment: Tensor, *, balance: bool = True
+) -> JointKeyValue:
+    """Keys without position, scaled to the values' size, over the values.
+
+    ``balance = rms||K_nope|| / rms||V||`` over the calibration tokens (root mean squares, which the second moment gives
+    exactly, where the publication takes means of norms).
+    """
+    nope = split.rest @ weights.key
+    ratio = 1.0
+    if balance and nope.shape[0]:
+        keys, values = (float(((rows @ moment) * rows).sum()) for rows in (nope, weights.value))
+        if keys > 0.0 and values > 0.0:
+            ratio = (keys / values) ** 0.5
+    return JointKeyValue(torch.cat([nope / ratio, weights.value]), ratio, nope.shape[0])
+
+
+def build_factors(
+    weights: AttentionWeights,
+    split: RopeSplit,
+    moment: Tensor,
+    *,
+    kv_rank: int | None,
+    q_rank: int | None,
+    method: str = "loss_optimal",
+    balance: bool = True,
+) -> LayerFactors:
+    """LowRankAttention's parameters for one layer.
+
+    Args:
+        weights: the layer.
+        split: from :func:`split_rope`.
+        moment: ``E[z z^T]`` of the layer's inputs, float64 ``[hidden+1, hidden+1]``.
+        kv_rank, q_rank: ranks; ``None`` keeps all (for the query: one full-rank projection).
+
+    Raises:
+        ValueError: a rank above what the layer has.
+    """
+    joint = stack_key_value(weights, split, moment, balance=balance)
+    rank = joint.matrix.shape[0] if kv_rank is None else kv_rank
+    if rank > joint.matrix.shape[0]:
+        raise ValueError(f"kv_lora_rank must be at most {joint.matrix.shape[0]} here, got {rank}")
+    projection = project(joint.matrix, moment, rank, method)
+    up_key = projection.up[: joint.nope_rows] * joint.balance
+    up_value = projection.up[joint.nope_rows :]
+
+    heads, kv_heads, dim = weights.num_heads, weights.num_kv_heads, weights.head_dim
+    nope_dim, rope_dim = split.nope_dims.numel(), split.kept.shape[0]
+    nope_up = (split.rest.T @ up_key).view(kv_heads, dim, rank)[:, split.nope_dims]
+    value_up = up_value.view(kv_heads, weights.v_head_dim, rank)
+    kv_b = torch.cat([nope_up, value_up], dim=1).repeat_interleave(heads // kv_heads, dim=0)
+    kv_a = torch.cat([projection.down, split.kept @ weights.key * weights.attention_factor])
+
+    arguments: dict[str, object] = {
+        "kv_lora_rank": rank,
+        "q_lora_rank": q_rank,
+        "qk_nope_head_dim": nope_dim,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": weights.v_head_dim,
+        "rope_interleave": True,
+        "latent_norm": False,
+        "bias": weights.kv_bias or weights.output_bias or (weights.query_bias and q_rank is not None),
+        "q_bias": weights.query_bias and q_rank is None,
+    }
+    state: dict[str, Tensor] = {"kv_b_proj.weight": kv_b.reshape(-1, rank)}
+    query_error = _query_state(state, weights, split, moment, q_rank, method, bool(arguments["q_bias"]))
+    _set_projection(state, "kv_a_proj_with_mqa", kv_a, bool(arguments["bias"]))
+    _set_projection(state, "o_proj", weights.output, bool(arguments["bias"]))
+    if q_rank is not None and arguments["bias"]:
+        state.setdefault("q_a_proj.bias", state["q_a_proj.weight"].new_zeros(q_rank))
+
+    rebuilt = projection.up @ projection.down
+    key = split.kept.T @ (split.kept @ weights.key) + split.rest.T @ (rebuilt[: joint.nope_rows] * joint.balance)
+    errors = {
+        "joint": output_error(joint.matrix, rebuilt, moment),
+        "key": output_error(weights.key, key, moment),
+        "value": output_error(weights.value, rebuilt[joint.nope_rows :], moment),
+        "query": query_error,
+        "rope": split.expected_error**0.5,
+    }
+    return LayerFactors(state, arguments, split.inv_freq.float(), errors)
+
+
+def _query_state(
+    state: dict[str, Tensor],
+    weights: AttentionWeights,
+    split: RopeSplit,
+    moment: Tensor,
+    rank: int | None,
+    method: str,
+    bias: bool,
+) -> float:
+    """Add the query's projections to ``state`` and return their relative output error.
+
+    Head ``h`` of key group ``g`` scores ``q . k_g``. With ``k_g = sum_j kept[j, g]^T k'_j + rest[:, g]^T r`` its rope
+    part becomes ``kept[:, g] q`` against the shared rope key ``k'``, turned at the same frequencies, and its nope part
+    stays ``q`` against the rebuilt key. The softmax scale that LowRankAttention derives from the new head dim is undone
+    in the weights.
+    """
+    heads, dim, group = weights.num_heads, weights.head_dim, weights.num_heads // weights.num_kv_heads
+    rope = split.kept.view(-1, weights.num_kv_heads, dim).transpose(0, 1) * weights.attention_factor
+    nope = torch.eye(dim, dtype=torch.float64, device=rope.device)[split.nope_dims].expand(weights.num_kv_heads, -1, -1)
+    into_head = torch.cat([nope, rope], dim=1)
+    into_head = (into_head * weights.scale * into_head.shape[1] ** 0.5).repeat_interleave(group, dim=0)
+    if rank is None:
+        query = torch.einsum("hnd,hdx->hnx", into_head, weights.query.view(heads, dim, -1))
+        _set_projection(state, "q_proj", query.reshape(-1, query.shape[-1]), bias)
+        return 0.0
+    if rank > heads * dim:
+        raise ValueError(f"q_lora_rank must be at most {heads * dim} here, got {rank}")
+    projection = project(weights.query, moment, rank, method)
+    up = torch.einsum("hnd,hdr->hnr", into_head, projection.up.view(heads, dim, rank))
+    state["q_b_proj.weight"] = up.reshape(-1, rank)
+    _set_projection(state, "q_a_proj", projection.down, weights.query_bias)
+    return output_error(weights.query, projection.up @ projection.down, moment)
+
+
+def _set_projection(state: dict[str, Tensor], name: str, matrix: Tensor, bias: bool) -> None:
+    state[f"{name}.weight"] = matrix[:, :-1]
+    if bias:
+        state[f"{name}.bias"] = matrix[:, -1]
+
+
+def allocate_ranks(spectra: list[Tensor], budget: int) -> list[int]:
+    """Share ``budget`` ranks over layers where they lower the relative error most.
+
+    Args:
+        spectra: per layer the energies that its directions keep, falling, as :class:`Projection` gives them.
+        budget: sum of the ranks; every layer gets at least 1.
+
+    Raises:
+        ValueError: fewer than one rank per layer, or more than there are.
+    """
+    available = sum(spectrum.numel() for spectrum in spectra)
+    if not len(spectra) <= budget <= available:
+        raise ValueError(f"kv_rank_budget must be between {len(spectra)} (one per layer) and {available}, got {budget}")
+    shares = [spectrum / spectrum.sum().clamp_min(torch.finfo(torch.float64).tiny) for spectrum in spectra]
+    gains = torch.cat([share[1:].cpu() for share in shares])
+    layers = torch.cat([torch.full((share.numel() - 1,), index) for index, share in enumerate(shares)])
+    taken = layers[gains.sort(descending=True, stable=True).indices[: budget - len(spectra)]]
+    return (torch.bincount(taken, minlength=len(spectra)) + 1).tolist()
