@@ -17,7 +17,7 @@ from typing import Any
 FAMILIES = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
 # Modules of fastattn.ops.triton that define offline_cases(), in the order of the table.
-KERNEL_MODULES = ("decode",)
+KERNEL_MODULES = ("decode", "scores")
 
 
 @dataclass(frozen=True)
