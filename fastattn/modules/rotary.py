@@ -17,8 +17,8 @@ class Rotary(nn.Module):
 
     Args:
         inv_freq: ``[m]``, radians per position; kept in float32 whatever ``.to()`` says.
-        interleave: pairs are neighbours ``(0, 1), (2, 3), ...`` (DeepSeek) instead of halves ``(0, m), (1, m + 1), ...``
-            (Llama).
+        interleave: pairs are neighbours ``(0, 1), (2, 3), ...`` (DeepSeek) instead of halves ``(0, m), (1, m + 1)``,
+            ... (Llama).
         attention_factor: factor on the rotated dims.
         start: first rotated dim (the rank, for a latent cache ``[latent | rope key]``).
 
@@ -113,7 +113,10 @@ class Rotary(nn.Module):
         with torch.inference_mode(False):
             exact = self.inv_freq
             super()._apply(fn, recurse)
-            self.inv_freq = exact.to(self.inv_freq.device)
+            if not exact.is_meta:  # nothing to keep there
+                self.inv_freq = exact.to(self.inv_freq.device)
+            elif self.inv_freq.dtype != torch.float32:
+                self.inv_freq = self.inv_freq.float()
         return self
 
     def extra_repr(self) -> str:
