@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastattn import ops
     from fastattn.modules.kv_cache import CompressedKVCache
+    from fastattn.modules.low_rank import LowRankAttention
     from fastattn.modules.policies import ExpectedAttention, KeyDiff, Knorm, Policy, StreamingLLM
     from fastattn.modules.rotary import Rotary
 
@@ -19,6 +20,7 @@ _EXPORTS = {
     "ExpectedAttention": "fastattn.modules.policies",
     "KeyDiff": "fastattn.modules.policies",
     "Knorm": "fastattn.modules.policies",
+    "LowRankAttention": "fastattn.modules.low_rank",
     "Policy": "fastattn.modules.policies",
     "Rotary": "fastattn.modules.rotary",
     "StreamingLLM": "fastattn.modules.policies",
@@ -30,6 +32,7 @@ __all__ = [
     "ExpectedAttention",
     "KeyDiff",
     "Knorm",
+    "LowRankAttention",
     "Policy",
     "Rotary",
     "StreamingLLM",

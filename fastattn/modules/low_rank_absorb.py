@@ -1,0 +1,83 @@
+"""Moving the up-projection of low-rank attention from the cached latents to the query and the output.
+
+Expanded, every latent ``c`` is taken through the up-projection, ``k = W_UK c`` and ``v = W_UV c`` per head. Absorbed,
+the query is taken through its transpose instead, ``q . W_UK c = (W_UK^T q) . c``, and the output latent through
+``W_UV``.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+
+def absorbs(queries: int, rank: int, nope_dim: int, value_dim: int) -> bool:
+    r"""Whether ``queries`` new tokens cost at most as many FLOPs absorbed as expanded, over a long cache.
+
+    Per head and cached token, ``T`` queries take :math:`2T(2R + d_r)` FLOPs absorbed; expanded they take
+    :math:`2T(d_n + d_r + d_v)` and the expansion itself :math:`2R(d_n + d_v)`. Absorbed is cheaper as long as
+
+    .. math:: T\,(2R - d_n - d_v) \le R\,(d_n + d_v)
+
+    that is up to 170 queries at the DeepSeek dims (R = 512, d_n = d_v = 128). What is done once per query (taking it
+    through the up-projection) does not grow with the cache and is left out. The rule needs no look at the device, so
+    it chooses the same way in eager mode and in a compiled graph.
+    """
+    return queries * (2 * rank - nope_dim - value_dim) <= rank * (nope_dim + value_dim)
+
+
+def is_plain_linear(projection: nn.Module) -> bool:
+    """Whether calling ``projection`` does nothing but multiply by a floating-point ``projection.weight``."""
+    if not isinstance(projection, nn.Linear) or type(projection).forward is not nn.Linear.forward:
+        return False
+    hooked = projection._forward_hooks or projection._forward_pre_hooks or "forward" in projection.__dict__
+    return not hooked and projection.bias is None and projection.weight.is_floating_point()
+
+
+def up_weight(projection: nn.Module, rank: int, like: Tensor) -> Tensor:
+    """The matrix ``[H (dn + dv), R]`` that ``projection`` applies now, in ``like``'s dtype.
+
+    It is taken from the module on every call and kept nowhere: a loaded state_dict, an optimizer step or an edit in
+    place shows in the next token. A plain linear layer (parametrized or not) gives a view of its weight. Anything
+    else, such as an adapter around it, a quantised layer or a layer with hooks, is asked for its image of the unit
+    vectors, so that nothing it does to its input is bypassed; it must be linear in its input.
+    """
+    if is_plain_linear(projection):
+        weight = projection.weight
+        assert isinstance(weight, Tensor)  # narrowed by is_plain_linear
+        return weight.to(like.dtype)
+    image: Tensor = projection(torch.eye(rank, dtype=like.dtype, device=like.device))
+    return image.mT.to(like.dtype)
+
+
+def split_heads(weight: Tensor, heads: int, nope_dim: int) -> tuple[Tensor, Tensor]:
+    """``[H (dn + dv), R]`` as the views ``W_UK [H, dn, R]`` and ``W_UV [H, dv, R]``."""
+    per_head = rearrange(weight, "(h d) r -> h d r", h=heads)
+    return per_head[:, :nope_dim], per_head[:, nope_dim:]
+
+
+def absorb_query(query_nope: Tensor, key_up: Tensor) -> Tensor:
+    """``W_UK^T q``: ``[B, H, T, dn]`` and ``[H, dn, R]`` -> ``[B, H, T, R]``."""
+    return _per_head(query_nope, key_up)
+
+
+def expand_output(out_latent: Tensor, value_up: Tensor) -> Tensor:
+    """``W_UV o``: ``[B, H, T, R]`` and ``[H, dv, R]`` -> ``[B, H, T, dv]``."""
+    return _per_head(out_latent, value_up.mT)
+
+
+def _per_head(vectors: Tensor, matrices: Tensor) -> Tensor:
+    """Each head's vectors times its matrix, with the batch folded into the rows: the weights are read once."""
+    product = torch.bmm(rearrange(vectors, "b h t d -> h (b t) d"), matrices)
+    return rearrange(product, "h (b t) d -> b h t d", b=vectors.shape[0])
+
+
+def expand_latent(
+    projection: nn.Module, latent: Tensor, rope_key: Tensor, heads: int, nope_dim: int
+) -> tuple[Tensor, Tensor]:
+    """Keys ``[B, H, S, dn + dr]`` and values ``[B, H, S, dv]`` of ``latent [B, S, R]``, ``rope_key [B, S, dr]``."""
+    expanded = rearrange(projection(latent), "b s (h d) -> b h s d", h=heads)
+    key_nope, value = expanded[..., :nope_dim], expanded[..., nope_dim:]
+    shared = rope_key[:, None].expand(-1, heads, -1, -1)  # one rope key for all heads
+    return torch.cat([key_nope, shared], dim=-1), value

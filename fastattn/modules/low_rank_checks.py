@@ -1,0 +1,131 @@
+"""Argument checks of LowRankAttention: each names what came and what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.ops import _checks as check
+
+if TYPE_CHECKING:
+    from fastattn.modules.kv_cache import CompressedKVCache
+
+
+def check_dims(
+    hidden_size: int,
+    num_heads: int,
+    kv_lora_rank: int,
+    q_lora_rank: int | None,
+    qk_nope_head_dim: int,
+    qk_rope_head_dim: int,
+    v_head_dim: int,
+) -> None:
+    """Sizes are positive integers that fit together."""
+    check.check_count("hidden_size", hidden_size, 1)
+    check.check_count("num_heads", num_heads, 1)
+    check.check_count("kv_lora_rank", kv_lora_rank, 1)
+    check.check_count("qk_nope_head_dim", qk_nope_head_dim, 0)
+    check.check_count("qk_rope_head_dim", qk_rope_head_dim, 2)
+    check.check_count("v_head_dim", v_head_dim, 1)
+    ranks = {"kv_lora_rank": kv_lora_rank}
+    if q_lora_rank is not None:
+        check.check_count("q_lora_rank", q_lora_rank, 1)
+        ranks["q_lora_rank"] = q_lora_rank
+    for name, rank in ranks.items():
+        if rank > 2 * hidden_size:
+            raise ValueError(f"{name} must be at most 2 * hidden_size = {2 * hidden_size}, got {rank}")
+    if qk_rope_head_dim % 2:
+        raise ValueError(f"qk_rope_head_dim must be even (dims rotate in pairs), got {qk_rope_head_dim}")
+
+
+def check_frequencies(inv_freq: Tensor | None, rope_dim: int, scaling: Mapping[str, Any] | None) -> None:
+    """``inv_freq`` has one frequency per rotated pair and no rival."""
+    if inv_freq is None:
+        return
+    if not isinstance(inv_freq, Tensor):
+        raise TypeError(f"inv_freq must be a tensor [qk_rope_head_dim / 2], got {type(inv_freq).__name__}")
+    if tuple(inv_freq.shape) != (rope_dim // 2,):
+        raise ValueError(
+            f"inv_freq must have shape [{rope_dim // 2}] for qk_rope_head_dim {rope_dim}, got {list(inv_freq.shape)}"
+        )
+    if scaling is not None:
+        raise ValueError(f"rope_scaling must be None where inv_freq gives the frequencies, got {dict(scaling)}")
+
+
+def check_input(hidden_states: Tensor, hidden_size: int, projection: nn.Module) -> None:
+    """``[B, T, hidden_size]`` in the weights' dtype, or any float dtype under autocast."""
+    check.check_tensor("hidden_states", hidden_states, "B T hidden_size")
+    check.check_size("hidden_states", hidden_states, 2, hidden_size, "the module's hidden_size")
+    if hidden_states.shape[1] == 0:
+        raise ValueError(f"hidden_states must hold at least one token, got shape {list(hidden_states.shape)}")
+    dtype = float_dtype(projection)
+    if dtype in (None, hidden_states.dtype) or torch.is_autocast_enabled(hidden_states.device.type):
+        return
+    raise TypeError(f"hidden_states must have the weights' dtype {dtype}, got {hidden_states.dtype}")
+
+
+def float_dtype(projection: nn.Module) -> torch.dtype | None:
+    """The dtype of a projection's weight; None where it has no float weight of at least 16 bits (quantised)."""
+    weight = getattr(projection, "weight", None)
+    if isinstance(weight, Tensor) and weight.dtype in check.FLOATS:
+        return weight.dtype
+    return None
+
+
+def check_positions(position_ids: Tensor | None, hidden_states: Tensor) -> None:
+    """int ``[B, T]``."""
+    if position_ids is None:
+        return
+    check.check_tensor("position_ids", position_ids, "B T")
+    if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
+        raise TypeError(f"position_ids must be an integer tensor, got {position_ids.dtype}")
+    if position_ids.shape != hidden_states.shape[:2]:
+        raise ValueError(
+            f"position_ids must have the shape [B, T] of hidden_states, {list(hidden_states.shape[:2])}, "
+            f"got {list(position_ids.shape)}"
+        )
+    check.check_device("position_ids", position_ids, "hidden_states", hidden_states)
+
+
+def check_mask(mask: Tensor | None, hidden_states: Tensor) -> None:
+    """bool ``[B, T]`` whose True stretch is contiguous in every row (looked at in eager mode on a CPU)."""
+    if mask is None:
+        return
+    check.check_tensor("attention_mask", mask, "B T")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"attention_mask must be bool (False for padding), got {mask.dtype}")
+    if mask.shape != hidden_states.shape[:2]:
+        raise ValueError(
+            f"attention_mask must have the shape [B, T] of hidden_states, {list(hidden_states.shape[:2])}, "
+            f"got {list(mask.shape)}"
+        )
+    check.check_device("attention_mask", mask, "hidden_states", hidden_states)
+    if check.checks_values(mask):
+        starts = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
+        if (starts > 1).any():
+            row = int((starts > 1).nonzero()[0])
+            raise ValueError(
+                f"attention_mask must be True over one contiguous stretch of every row, got {mask[row].tolist()} "
+                f"in row {row}"
+            )
+
+
+def check_cache(cache: CompressedKVCache, rank: int, rope_dim: int, causal: bool) -> None:
+    """A latent cache of this module's dims, used causally."""
+    if not causal:
+        raise ValueError("causal must be True with a cache: its tokens come before the new ones, got False")
+    if cache.latent_rank != rank or cache.head_dim != rank + rope_dim or cache.num_kv_heads != 1:
+        raise ValueError(
+            f"cache must be a latent cache of latent_rank {rank}, head_dim {rank + rope_dim} and one key/value head "
+            f"(make_cache gives one), got latent_rank {cache.latent_rank}, head_dim {cache.head_dim} and "
+            f"{cache.num_kv_heads} key/value heads"
+        )
+
+
+def check_no_grad(*tensors: Tensor) -> None:
+    """No gradient flows into a cache."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise ValueError("a cache passes no gradient on: call the module with cache= under torch.no_grad()")
