@@ -1,0 +1,409 @@
+"""The guarantees of CompressedKVCache that the list-based machine does not cover, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn import CompressedKVCache, ExpectedAttention, Knorm, Policy, Rotary, StreamingLLM
+from fastattn.ops import reference
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+POLICIES = ["expected_attention", "knorm", "streaming_llm", "key_diff"]
+
+
+def make(policy: Policy | str = "knorm", budget: int = 16, **options) -> CompressedKVCache:
+    defaults = {
+        "num_layers": 2,
+        "num_kv_heads": KV_HEADS,
+        "head_dim": DIM,
+        "interval": 4,
+        "rotary": Rotary(100.0 ** -(torch.arange(4) / 4)),
+    }
+    return CompressedKVCache(policy, budget, **{**defaults, **options})
+
+
+def tokens(count: int, batch: int = 1, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    draw = [torch.randn(batch, h, count, DIM, generator=generator) for h in (HEADS, KV_HEADS, KV_HEADS)]
+    return tuple(t.to(dtype) for t in draw)
+
+
+def feed(cache: CompressedKVCache, count: int, seed: int = 0, **options) -> list[Tensor]:
+    q, k, v = tokens(count, cache.batch_size, seed, cache.dtype)
+    return [cache.attend(layer, q, k, v, **options) for layer in range(cache.num_layers)]
+
+
+def snapshot(cache: CompressedKVCache) -> dict[str, Tensor]:
+    """All that must not change: slots beyond the lengths may, and so may queries older than the window."""
+    state = {name: buffer.clone() for name, buffer in cache.named_buffers() if "quer" not in name}
+    for layer in range(cache.num_layers):
+        empty = cache.positions(layer) < 0
+        for part in ("keys", "values"):
+            state[f"layers.{layer}.{part}"].masked_fill_(empty[..., None], 0.0)
+    return state
+
+
+def assert_same(cache: CompressedKVCache, state: dict[str, Tensor]) -> None:
+    for name, buffer in snapshot(cache).items():
+        assert torch.equal(buffer, state[name]), name
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("calls", [[24], [9, 8, 7], [5, *[1] * 19]], ids=["prompt", "chunks", "decoding"])
+def test_within_the_budget_it_is_a_full_cache(policy, calls):
+    cache, (q, k, v) = make(policy, 24, num_layers=1), tokens(24)
+    out, start = [], 0
+    for count in calls:
+        part = slice(start, start + count)
+        out.append(cache.attend(0, q[:, :, part], k[:, :, part], v[:, :, part]))
+        start += count
+    full = reference.attention(q.double(), k.double(), v.double(), causal=True)
+    torch.testing.assert_close(torch.cat(out, 2).double(), full, rtol=0, atol=2e-6)
+    assert torch.equal(cache.keys(0)[:, :, :24], k)
+    assert torch.equal(cache.values(0)[:, :, :24], v)
+    assert cache.positions(0)[0, 0, :24].tolist() == list(range(24))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_decoding_2000_tokens_never_holds_more_than_budget_plus_interval(policy):
+    cache = make(policy, 256, num_layers=1, interval=128)
+    before = cache.nbytes
+    feed(cache, 300)
+    q, k, v = tokens(1)
+    longest = 0
+    for _ in range(2000):
+        cache.attend(0, q, k, v)
+        longest = max(longest, int(cache.lengths(0).max()))
+    window = sum(b.numel() * b.element_size() for n, b in cache.named_buffers() if n.endswith("queries"))
+    assert cache.nbytes - before in (0, window)  # only the query window may come with the first call
+    assert cache.keys(0).shape[2] == cache.positions(0).shape[2] == 256 + 128
+    assert longest < 256 + 128
+    assert int(cache.tokens_seen) == 2300
+
+
+def test_a_prompt_larger_than_the_capacity_in_chunks_is_compressed_after_every_chunk():
+    cache = make("streaming_llm", 16, num_layers=1)
+    for chunk in range(4):
+        feed(cache, 40, seed=chunk)
+        assert int(cache.lengths(0).max()) == 16
+    assert cache.positions(0)[0, 0, :16].tolist() == [0, 1, 2, 3, *range(148, 160)]
+
+
+def test_a_latent_cache_stores_the_latent_once_and_attends_to_it():
+    rank, rope = 6, 2
+    cache = make("knorm", 12, num_layers=1, num_kv_heads=1, latent_rank=rank, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(1, h, 20, rank + rope, generator=generator, dtype=torch.float64) for h in (HEADS, 1))
+    out = [cache.attend(0, q[:, :, :9], k[:, :, :9], scale=0.3)]
+    out += [cache.attend(0, q[:, :, t : t + 1], k[:, :, t : t + 1], scale=0.3) for t in range(9, 12)]
+    expected = reference.attention(q[:, :, :12], k[:, :, :12], k[:, :, :12, :rank], causal=True, scale=0.3)
+    torch.testing.assert_close(torch.cat(out, 2), expected, rtol=0, atol=1e-12)
+    assert cache.values(0).data_ptr() == cache.keys(0).data_ptr()
+    assert cache.layers[0].values.numel() == 0
+    cache.attend(0, q[:, :, 12:], k[:, :, 12:], scale=0.3)
+    assert int(cache.lengths(0)) == 12
+
+
+def test_update_stores_what_attend_stores():
+    one, other = make("expected_attention", num_heads=HEADS), make("expected_attention", num_heads=HEADS)
+    for count in (30, 1, 1, 7, 1, 1, 1, 1, 1):
+        q, k, v = tokens(count, seed=count)
+        for layer in range(2):
+            one.attend(layer, q, k, v)
+            other.update(layer, q, k, v)
+    assert_same(other, snapshot(one))
+    assert not make("knorm").needs_queries
+    make("knorm").update(0, None, k, v)
+    with pytest.raises(TypeError, match="query must be a tensor: ExpectedAttention looks at queries"):
+        other.update(0, None, k, v)
+
+
+def test_the_second_prompt_on_a_reset_cache_is_as_on_a_new_one():
+    used, new = make("expected_attention"), make("expected_attention")
+    feed(used, 50, seed=1)
+    feed(used, 1, seed=2)
+    used.reset()
+    for seed, count in enumerate((20, 1, 1, 1, 1)):
+        a, b = feed(used, count, seed), feed(new, count, seed)
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert_same(used, snapshot(new))
+
+
+@pytest.mark.parametrize("made_under", [True, False])
+@pytest.mark.parametrize("used_under", [True, False])
+def test_works_under_inference_mode_however_it_was_made(made_under, used_under):
+    with torch.inference_mode(made_under):
+        cache = make("expected_attention", num_heads=HEADS).to(torch.float64)
+        cache = copy.deepcopy(cache).select(torch.tensor([0, 0]))
+    for mode in (used_under, not used_under):
+        with torch.inference_mode(mode):
+            feed(cache, 20)
+            feed(cache, 1)
+            cache.reorder(torch.tensor([1, 0]))
+            cache.crop(1)
+            cache.load_state_dict(cache.state_dict())
+    assert not any(buffer.is_inference() for buffer in cache.buffers())
+
+
+def test_a_copy_is_independent():
+    cache = make()
+    feed(cache, 20)
+    state, copied = snapshot(cache), copy.deepcopy(cache)
+    feed(copied, 30)
+    assert_same(cache, state)
+
+
+def test_an_empty_cache_is_true_and_a_dropped_one_is_freed_at_once():
+    cache = make()
+    assert cache
+    feed(cache, 20)
+    gone = weakref.ref(cache)
+    del cache
+    assert gone() is None  # no reference cycle keeps its memory until the garbage collector comes by
+
+
+def test_moving_to_another_dtype_keeps_statistics_exact():
+    cache = make().to(torch.bfloat16)
+    assert cache.dtype == torch.bfloat16
+    assert cache.rotary.inv_freq.dtype == torch.float32
+    assert cache.lengths(0).dtype == cache.positions(0).dtype == torch.int32
+    feed(cache, 20)
+    feed(cache, 1)
+
+
+def test_the_state_holds_every_counter():
+    cache = make("expected_attention", num_heads=HEADS, batch_size=2)
+    feed(cache, 20)
+    for seed in range(7):
+        feed(cache, 1, seed)
+    other = make("expected_attention", batch_size=2)  # its window is not allocated yet
+    other.load_state_dict(cache.state_dict())
+    for seed in range(9):
+        a, b = feed(cache, 1, seed), feed(other, 1, seed)
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert_same(other, snapshot(cache))
+
+
+def test_a_state_of_another_size_is_refused_before_anything_is_copied():
+    cache, other = make(budget=16), make(budget=17)
+    feed(cache, 20)
+    feed(other, 5, seed=3)
+    state = snapshot(cache)
+    with pytest.raises(ValueError, match=r"layers.0.keys of shape \[1, 2, 20, 8\], got \[1, 2, 21, 8\]"):
+        cache.load_state_dict(other.state_dict())
+    assert_same(cache, state)
+
+
+# -- failures half-way ---------------------------------------------------------------------------------------------
+
+
+class Failing(Policy):
+    """Raises at the chosen scoring."""
+
+    query_window = 3
+
+    def __init__(self, at: int, error: type[BaseException] = KeyError) -> None:
+        self.at, self.error, self.scored = at, error, 0
+
+    def score(self, state):
+        self.scored += 1
+        if self.scored == self.at:
+            raise self.error("planted")
+        return state.positions.to(torch.float32)
+
+
+@pytest.mark.parametrize("count", [1, 30], ids=["step", "prompt"])
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, torch.OutOfMemoryError])
+def test_a_failure_in_the_first_layer_scored_leaves_the_cache_as_it_was(count, error):
+    cache = make(Failing(1, error), num_heads=HEADS)
+    feed(cache, 16)
+    for seed in range(3):
+        feed(cache, 1, seed)
+    state, window = snapshot(cache), copy.deepcopy(cache)
+    with pytest.raises(error):
+        feed(cache, count, seed=9)
+    assert_same(cache, state)
+    window.policy.at = 0  # the copy does not fail: going on with either gives the same
+    feed(cache, count, seed=10)
+    feed(window, count, seed=10)
+    assert_same(cache, snapshot(window))
+
+
+@pytest.mark.parametrize("count", [1, 30], ids=["step", "prompt"])
+def test_a_failure_in_a_later_layer_makes_the_cache_invalid_until_reset(count):
+    cache = make(Failing(2), num_heads=HEADS)
+    feed(cache, 16)
+    for seed in range(3):
+        feed(cache, 1, seed)
+    with pytest.raises(KeyError):
+        feed(cache, count)
+    for use in (lambda: feed(cache, 1), lambda: cache.crop(1), lambda: cache.reorder(torch.tensor([0]))):
+        with pytest.raises(RuntimeError, match="invalid since layer 1 failed with KeyError: call reset"):
+            use()
+    cache.reset()
+    feed(cache, 16)
+
+
+def test_a_failure_while_buffers_are_rewritten_makes_the_cache_invalid(monkeypatch):
+    cache = make()
+    monkeypatch.setattr("fastattn.ops.cache_compact_", lambda *a, **k: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(MemoryError):
+        feed(cache, 30)
+    with pytest.raises(RuntimeError, match="invalid since layer 0 failed with MemoryError"):
+        feed(cache, 1)
+
+
+def test_a_call_that_stopped_between_layers_is_noticed():
+    cache, (q, k, v) = make(), tokens(3)
+    cache.attend(0, q, k, v)
+    with pytest.raises(RuntimeError, match="stopped before layer 1"):
+        cache.attend(0, q, k, v)
+    cache.attend(1, q, k, v)  # finishing it is fine
+    with pytest.raises(ValueError, match="layer must be 0: the layers of a call come in order, 0 to 1, got 1"):
+        cache.attend(1, q, k, v)
+    assert cache.tokens_seen.tolist() == [3]
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"budget": 0}, ValueError, "budget must be at least 1, got 0"),
+        ({"budget": -3}, ValueError, "budget must be at least 1, got -3"),
+        ({"budget": 2.0}, TypeError, "budget must be an integer, got float"),
+        ({"budget": True}, TypeError, "budget must be an integer, got bool"),
+        ({"budget": 3, "policy": "streaming_llm"}, ValueError, "budget must be at least the 4 tokens .* got 3"),
+        ({"budget": 3, "policy": "expected_attention"}, ValueError, "budget must be at least the 4 tokens .* got 3"),
+        ({"interval": 0}, ValueError, "interval must be at least 1, got 0"),
+        ({"interval": "8"}, TypeError, "interval must be an integer, got str"),
+        ({"max_step": 0}, ValueError, "max_step must be at least 1, got 0"),
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
+        ({"num_layers": 0}, ValueError, "num_layers must be at least 1, got 0"),
+        ({"policy": "h2o"}, ValueError, "one of .*expected_attention.*key_diff.*knorm.*streaming_llm.*got 'h2o'"),
+        ({"policy": 3}, TypeError, "policy must be a Policy or one of .*, got int"),
+        ({"policy": Knorm}, TypeError, "policy must be a Policy or one of .*, got ABCMeta"),
+        ({"policy": "expected_attention", "rotary": None}, ValueError, "rotary must be given: ExpectedAttention"),
+        ({"policy": StreamingLLM(rerotate=True), "rotary": None}, ValueError, "rotary must be given: StreamingLLM"),
+        ({"rotary": torch.ones(4)}, TypeError, "rotary must be a Rotary or None, got Tensor"),
+        ({"rotary": Rotary(torch.ones(5))}, ValueError, "within head_dim 8, got dims up to 10"),
+        ({"latent_rank": 6}, ValueError, "num_kv_heads must be 1 for a latent cache, got 2"),
+        ({"latent_rank": 9, "num_kv_heads": 1}, ValueError, "latent_rank must be at most head_dim 8, got 9"),
+        ({"dtype": torch.int32}, TypeError, "dtype must be a floating dtype, got torch.int32"),
+    ],
+)
+def test_bad_construction(options, error, message):
+    options = {"policy": "knorm", "budget": 16, **options}
+    with pytest.raises(error, match=message):
+        make(options.pop("policy"), options.pop("budget"), **options)
+
+
+def _bad_calls():
+    q, k, v = tokens(3, batch=2)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    holes = torch.tensor([[True, True, True], [True, False, True]])
+    ids = torch.arange(3).expand(2, -1)
+    return [
+        ({"layer": 2}, ValueError, r"layer must be in 0..1, got 2"),
+        ({"layer": -1}, ValueError, r"layer must be in 0..1, got -1"),
+        ({"layer": 0.0}, TypeError, "layer must be an integer, got float"),
+        ({"query": None}, TypeError, "query must be a tensor"),
+        ({"query": q[0]}, ValueError, r"query must have shape \[B H T Dk\], got \[4, 3, 8\]"),
+        ({"query": q[:1]}, ValueError, "query must have the cache's batch size 2, got 1"),
+        ({"query": q[:, :3]}, ValueError, "query must have a multiple of key's 2 heads, got 3"),
+        ({"query": q[..., :6]}, ValueError, "query must have the cache's head dim 8, got 6"),
+        ({"query": q[:, :, :2]}, ValueError, "query must have size 3 in dim 2"),
+        ({"query": q.double()}, TypeError, "query must have the cache's dtype torch.float32, got torch.float64"),
+        ({"query": q.to("meta")}, ValueError, "query must be on the cache's device cpu, got meta"),
+        ({"query": q.clone().requires_grad_()}, ValueError, "has no gradient, but query requires one"),
+        ({"key": k.bfloat16()}, TypeError, "key must have the cache's dtype torch.float32, got torch.bfloat16"),
+        ({"key": q}, ValueError, "key must have the cache's 2 key/value heads, got 4"),
+        ({"key": torch.cat([k, k])}, ValueError, "key must have the cache's batch size 2, got 4"),
+        ({"value": None}, TypeError, "value must be a tensor"),
+        ({"value": v[..., :5]}, ValueError, "value must have the cache's head dim 8, got 5"),
+        ({"value": v[:, :, :2]}, ValueError, "value must have size 3 in dim 2"),
+        ({"attention_mask": mask.long()}, TypeError, "attention_mask must be bool, .* got torch.int64"),
+        ({"attention_mask": mask[:, :2]}, ValueError, r"attention_mask must have shape .* \[2, 3\], got \[2, 2\]"),
+        ({"attention_mask": holes}, ValueError, "one run of real tokens per row, got 2 in row 1"),
+        ({"position_ids": ids[:, :2]}, ValueError, r"position_ids must have shape .* \[2, 3\], got \[2, 2\]"),
+        ({"position_ids": ids.float()}, TypeError, "position_ids must be integers, got torch.float32"),
+        ({"position_ids": ids.flip(1)}, ValueError, "position_ids must rise .* got 2 then 1 in row 0"),
+        ({"position_ids": ids - 1}, ValueError, "position_ids must not be negative"),
+        ({"scale": "1"}, TypeError, "scale must be a float or None, got str"),
+        ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
+    ]
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), _bad_calls())
+@pytest.mark.parametrize("policy", ["knorm", "expected_attention"])
+def test_bad_calls_change_nothing(policy, changed, error, message):
+    cache = make(policy, batch_size=2)
+    feed(cache, 20)
+    state = snapshot(cache)
+    q, k, v = tokens(3, batch=2)
+    with pytest.raises(error, match=message):
+        cache.attend(**{"layer": 0, "query": q, "key": k, "value": v, **changed})
+    assert_same(cache, state)
+    feed(cache, 3)
+
+
+def test_query_heads_are_fixed_with_the_window():
+    cache, (q, k, v) = make("expected_attention", num_heads=HEADS), tokens(3)
+    with pytest.raises(ValueError, match="query must have the cache's 4 heads, got 2"):
+        cache.attend(0, q[:, :2], k, v)
+
+
+def test_a_latent_cache_refuses_a_value_and_wants_a_scale():
+    cache, (q, k, v) = make(num_kv_heads=1, latent_rank=6), tokens(3)
+    with pytest.raises(ValueError, match="value must be None for a latent cache"):
+        cache.attend(0, q, k[:, :1], v[:, :1], scale=1.0)
+    with pytest.raises(TypeError, match="scale must be given to a latent cache"):
+        cache.attend(0, q, k[:, :1])
+
+
+@pytest.mark.parametrize(
+    ("tokens_back", "error", "message"),
+    [(-1, ValueError, "at least 0"), (1.0, TypeError, "integer"), (3, ValueError, "at most 2")],
+)
+def test_crop_refuses_and_changes_nothing(tokens_back, error, message):
+    cache = make()
+    feed(cache, 30)  # compressed
+    feed(cache, 1)
+    feed(cache, 1)
+    state = snapshot(cache)
+    with pytest.raises(error, match=f"tokens must be .*{message}"):
+        cache.crop(tokens_back)
+    assert_same(cache, state)
+    cache.crop(0)
+    assert_same(cache, state)
+    cache.crop(2)
+    with pytest.raises(ValueError, match="at most 0"):
+        cache.crop(1)
+
+
+@pytest.mark.parametrize("method", ["reorder", "select"])
+@pytest.mark.parametrize(
+    ("index", "error"),
+    [([0, 1], TypeError), (torch.tensor([0, 2]), ValueError), (torch.tensor([0.0, 1.0]), ValueError)],
+)
+def test_row_indices_are_checked(method, index, error):
+    cache = make(batch_size=2)
+    with pytest.raises(error, match="index must"):
+        getattr(cache, method)(index)
+
+
+def test_reorder_needs_a_row_for_every_row():
+    with pytest.raises(ValueError, match=r"index must have shape \[2\], got \[1\]"):
+        make(batch_size=2).reorder(torch.tensor([0]))
+
+
+def test_repr_names_what_matters():
+    text = repr(make(ExpectedAttention(query_window=7)))
+    assert "query_window=7" in text
+    assert "budget=16" in text
