@@ -167,19 +167,20 @@ class LowRankAttention(nn.Module):
             absorb: True for the absorbed path, False for the expanded one. By default expanded without a cache and,
                 with one, whichever takes fewer FLOPs for ``T`` queries over a long cache
                 (:func:`fastattn.modules.low_rank_absorb.absorbs`: absorbed up to 170 queries at the DeepSeek dims).
+                A cache whose policy rotates keys again is always attended to absorbed.
 
         Returns:
             ``[B, T, hidden_size]``. At padding, anything finite.
 
         Raises:
-            TypeError, ValueError: an argument of another type or size than expected, naming both; the cache stays as it is.
+            TypeError, ValueError: an argument of another type or size than expected, naming both; no cache is changed.
         """
         check.check_input(hidden_states, self.hidden_size, self.kv_a_proj_with_mqa)
         batch, tokens, _ = hidden_states.shape
         check.check_positions(position_ids, hidden_states)
         check.check_mask(attention_mask, hidden_states)
         if cache is not None:
-            check.check_cache(cache, self.kv_lora_rank, self.qk_rope_head_dim, causal)
+            check.check_cache(cache, hidden_states, self.kv_lora_rank, self.qk_rope_head_dim, causal, absorb)
         if position_ids is None:
             position_ids = self._default_positions(batch, tokens, attention_mask, cache, hidden_states.device)
 
@@ -190,7 +191,9 @@ class LowRankAttention(nn.Module):
             attention_mask,
         )
         if absorb is None:  # static, so that a compiled graph and eager mode choose alike
-            absorb = cache is not None and absorbs(tokens, self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim)
+            absorb = cache is not None and (
+                absorbs(tokens, self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim) or cache.policy.rerotate
+            )
         if cache is None:
             out = (paths.absorbed if absorb else paths.expanded)(self, new, causal)
         else:

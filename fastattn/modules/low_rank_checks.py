@@ -113,8 +113,10 @@ def check_mask(mask: Tensor | None, hidden_states: Tensor) -> None:
             )
 
 
-def check_cache(cache: CompressedKVCache, rank: int, rope_dim: int, causal: bool) -> None:
-    """A latent cache of this module's dims, used causally."""
+def check_cache(
+    cache: CompressedKVCache, hidden_states: Tensor, rank: int, rope_dim: int, causal: bool, absorb: bool | None
+) -> None:
+    """A latent cache of this module's dims and the input's batch, used causally."""
     if not causal:
         raise ValueError("causal must be True with a cache: its tokens come before the new ones, got False")
     if cache.latent_rank != rank or cache.head_dim != rank + rope_dim or cache.num_kv_heads != 1:
@@ -122,6 +124,15 @@ def check_cache(cache: CompressedKVCache, rank: int, rope_dim: int, causal: bool
             f"cache must be a latent cache of latent_rank {rank}, head_dim {rank + rope_dim} and one key/value head "
             f"(make_cache gives one), got latent_rank {cache.latent_rank}, head_dim {cache.head_dim} and "
             f"{cache.num_kv_heads} key/value heads"
+        )
+    if hidden_states.shape[0] != cache.batch_size:
+        raise ValueError(
+            f"hidden_states must have the cache's batch size {cache.batch_size}, got {hidden_states.shape[0]}"
+        )
+    if absorb is False and cache.policy.rerotate:
+        raise ValueError(
+            f"absorb must be None or True with {cache.policy!r}, which rotates cached keys again for every call, "
+            "got False"
         )
 
 
