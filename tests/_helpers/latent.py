@@ -94,3 +94,46 @@ def defined(module: LowRankAttention, hidden: Tensor, positions: list[int], caus
         weighted = torch.softmax(logits, dim=-1)[..., None] * torch.stack(values[:seen], dim=1)
         rows.append(linear("o_proj", weighted.sum(1).flatten()))
     return torch.stack(rows)
+
+
+def plain(module: LowRankAttention, hidden: Tensor, *, absorbed: bool = False) -> Tensor:
+    """What a user of plain PyTorch would write for ``[B, T, hidden]`` at positions 0..T-1, in the module's dtype.
+
+    The yardstick of the error budget: matrix products in the dtype, norms, rotation and softmax in float32.
+    """
+    p = dict(module.state_dict())
+    tokens, dtype, heads = hidden.shape[1], hidden.dtype, module.num_heads
+    nope, rank = module.qk_nope_head_dim, module.kv_lora_rank
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * p[f"{name}.weight"].float()).to(dtype)
+
+    def turn(x: Tensor) -> Tensor:  # [B, H, T, dr]
+        angle = torch.outer(torch.arange(tokens).float(), module.inv_freq)
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(-2).to(dtype)
+
+    if module.q_lora_rank is None:
+        query = linear("q_proj", hidden)
+    else:
+        query = linear("q_b_proj", norm("q_a_layernorm", linear("q_a_proj", hidden)))
+    query = query.unflatten(-1, (heads, -1)).transpose(1, 2)
+    query_nope, query_rope = query[..., :nope], turn(query[..., nope:])
+    down = linear("kv_a_proj_with_mqa", hidden)
+    latent, rope_key = norm("kv_a_layernorm", down[..., :rank])[:, None], turn(down[:, None, :, rank:])
+    up = p["kv_b_proj.weight"].view(heads, -1, rank)
+    if absorbed:
+        query_nope = query_nope @ up[:, :nope]
+        key_nope = value = latent
+    else:
+        key_nope, value = latent @ up[:, :nope].mT, latent @ up[:, nope:].mT
+    scores = (query_nope @ key_nope.mT + query_rope @ rope_key.mT).float() * module.scale
+    visible = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    out = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1).to(dtype) @ value
+    if absorbed:
+        out = out @ up[:, nope:].mT
+    return linear("o_proj", out.transpose(1, 2).flatten(2))
