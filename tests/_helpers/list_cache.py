@@ -1,0 +1,130 @@
+"""A compressed cache as Python lists: what CompressedKVCache must be equal to, token by token.
+
+One object models one layer of the whole batch. Every row is independent and every token an entry; nothing is masked,
+padded or moved. Scores come from :mod:`tests._helpers.exact_policies`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Entry:
+    """One cached token of one head."""
+
+    position: int
+    key: Tensor
+    value: Tensor
+
+
+@dataclass
+class Row:
+    heads: list[list[Entry]]
+    seen: int = 0
+    queries: list[tuple[int, Tensor]] = field(default_factory=list)  # position, [H, D] before rotation
+    columns: list[bool] = field(default_factory=list)  # for each column since the last compression: a real token?
+
+
+# Scores of one row and head: (entries, the row, next position, queries that count) -> [T]
+Score = Callable[[list[Entry], int, int, list[tuple[int, Tensor]]], Tensor]
+
+
+class ListCache:
+    """See the module's docstring. ``score`` gets a head's entries, the head, the next position and the queries."""
+
+    def __init__(
+        self,
+        score: Score,
+        keep: Callable[[Tensor, int], Tensor],
+        *,
+        rows: int,
+        heads: int,
+        budget: int,
+        interval: int,
+        max_step: int,
+        window: int,
+    ) -> None:
+        self.score, self.keep = score, keep
+        self.budget, self.interval, self.max_step, self.window = budget, interval, max_step, window
+        self.heads = heads
+        self.rows = [Row([[] for _ in range(heads)]) for _ in range(rows)]
+        self.columns = 0
+
+    def feed(self, key: Tensor, value: Tensor, raw_query: Tensor, position: Tensor) -> None:
+        """One call: ``[B, heads, T, D]`` each, and ``position [B, T]`` (-1 at padding)."""
+        tokens = key.shape[2]
+        self.columns += tokens
+        step = tokens <= self.max_step
+        compressed = False
+        for b, row in enumerate(self.rows):
+            real = [t for t in range(tokens) if position[b, t] >= 0]
+            row.columns += [bool(position[b, t] >= 0) for t in range(tokens)]
+            if not real:
+                continue
+            fed = [(int(position[b, t]), raw_query[b, :, t]) for t in real]
+            row.queries = (row.queries + fed)[-(self.window + self.max_step) :] if self.window else []
+            row.seen += len(real)
+            next_position = int(position[b, real[-1]]) + 1
+            for h, entries in enumerate(row.heads):
+                entries += [Entry(int(position[b, t]), key[b, h, t], value[b, h, t]) for t in real]
+                limit = self.budget + self.interval if step else self.budget + 1
+                if len(entries) >= limit:
+                    queries = row.queries[-self.window :] if step else fed
+                    scores = self.score(entries, h, next_position, queries)
+                    row.heads[h] = [entries[int(i)] for i in self.keep(scores, self.budget)]
+                    compressed = True
+        if compressed:
+            for row in self.rows:
+                row.columns = []
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, scale: float) -> Tensor:
+        """What the call's queries (rotated) see: everything cached before the call, and the call's own past."""
+        batch, heads, tokens, _ = query.shape
+        out = torch.zeros(batch, heads, tokens, value.shape[3], dtype=torch.float64)
+        group = heads // self.heads
+        for b, row in enumerate(self.rows):
+            for h in range(heads):
+                entries = row.heads[h // group]
+                for t in range(tokens):
+                    own = [s for s in range(t + 1) if position[b, s] >= 0]
+                    keys = [e.key for e in entries] + [key[b, h // group, s] for s in own]
+                    if position[b, t] < 0 or not keys:
+                        continue
+                    values = [e.value for e in entries] + [value[b, h // group, s] for s in own]
+                    weights = torch.softmax(scale * torch.stack(keys) @ query[b, h, t], dim=0)
+                    out[b, h, t] = weights @ torch.stack(values)
+        return out
+
+    def croppable(self) -> int:
+        """Newest columns that are real in every row, back to the last compression."""
+        count = 0
+        while all(len(row.columns) > count and row.columns[-1 - count] for row in self.rows):
+            count += 1
+        return count
+
+    def crop(self, tokens: int) -> None:
+        if not tokens:
+            return
+        self.columns -= tokens
+        for row in self.rows:
+            row.seen -= tokens
+            row.columns = row.columns[:-tokens]
+            row.queries = row.queries[:-tokens]
+            row.heads = [entries[:-tokens] for entries in row.heads]
+
+    def reorder(self, index: list[int]) -> None:
+        columns = [row.columns for row in self.rows]
+        self.rows = [copy.deepcopy(self.rows[i]) for i in index]
+        # What may be cropped is the batch's, not the row's: it was counted over the rows as they were.
+        for row, own in zip(self.rows, columns, strict=True):
+            row.columns = own
+
+    def reset(self) -> None:
+        self.columns = 0
+        self.rows = [Row([[] for _ in range(self.heads)]) for _ in self.rows]
