@@ -97,7 +97,15 @@ def expanded_over_cache(module: LowRankAttention, new: Projected, cache: Compres
     outs, lses = zip(*parts, strict=True)
     out = outs[0] if len(parts) == 1 else merge_attention(outs, lses)[0]
     seen_by_policy = _absorb(module, new)[0] if cache.needs_queries else None
-    cache.update(layer, seen_by_policy, new.latent_key, None, position_ids=new.position_ids, attention_mask=new.mask)
+    cache.update(
+        layer,
+        seen_by_policy,
+        new.latent_key,
+        None,
+        position_ids=new.position_ids,
+        attention_mask=new.mask,
+        scale=module.scale,
+    )
     return out
 
 
