@@ -15,6 +15,21 @@ GOOD_ENOUGH = 0.9
 
 
 @triton.jit
+def split_range(length, capacity, tokens, i_query, i_split, splits, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The slots of one split, in whole tiles, of those that queries up to ``i_query`` see; ``length`` cut to capacity.
+
+    The share follows the length on the device, so that every split works whatever the capacity.
+    """
+    length = tl.minimum(length, capacity)
+    seen = length
+    if CAUSAL:
+        seen = tl.maximum(length - tokens + 1 + i_query, 0)
+    share = tl.cdiv(tl.cdiv(seen, BLOCK_N), splits) * BLOCK_N
+    first = i_split * share
+    return length, first, tl.minimum(first + share, seen)
+
+
+@triton.jit
 def combine_kernel(
     part_out,
     part_lse,

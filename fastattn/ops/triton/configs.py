@@ -17,7 +17,11 @@ from typing import Any
 FAMILIES = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
 # Modules of fastattn.ops.triton that define offline_cases(), in the order of the table.
-KERNEL_MODULES = ("decode", "scores")
+KERNEL_MODULES = (
+    "decode",
+    "latent",
+    "scores",
+)
 
 
 @dataclass(frozen=True)
@@ -97,4 +101,62 @@ _DECODE = {
     "sm_86": ((256, 128, 4, 2, 1), (512, 64, 4, 2, 1), (1024, 32, 4, 2, 1), (2048, 16, 4, 2, 1), (4096, 16, 8, 1, 1)),
     # 64 KiB, one stage: the compiler keeps the next tile in registers instead
     "gfx942": ((256, 64, 4, 1, 2), (512, 32, 4, 1, 2), (1024, 32, 4, 1, 1), (2048, 16, 4, 1, 1), (4096, 16, 4, 1, 1)),
+}
+
+
+def latent_config(family: str, rows: int, rank: int, rope: int, itemsize: int) -> SplitConfig:
+    """The tile of ``latent_decode`` for ``rows`` (queries times heads); rank and rope dim rounded up to powers of two.
+
+    One latent tile serves every row, so more rows per tile mean more work per byte; the accumulator
+    (``rows * rank`` numbers in registers) limits them.
+    """
+    if itemsize == 4:
+        size = "float32"
+    elif rank > 256:
+        size = "rank 512" if rope <= 64 else "rank 512, rope 128"
+    else:
+        size = "rank 256"
+    return next(SplitConfig(*tile) for most_rows, *tile in _LATENT[family][size] if rows <= most_rows)
+
+
+_MANY = 1 << 30
+# (most rows, rows of a tile, keys, warps, stages, programs per processor). A tile takes about
+# (rows + stages * keys) * 1,152 bytes at 512 + 64 columns in 16 bits. Float32 has no matrix unit that rounds as IEEE
+# asks: small tiles.
+_LATENT = {
+    # 64 x 64 is the largest tile whose accumulator stays in registers: 221,184 bytes, warp-group products
+    "sm_90": {
+        "rank 512": ((16, 16, 32, 4, 3, 2), (32, 32, 32, 8, 3, 1), (_MANY, 64, 64, 8, 2, 1)),
+        "rank 512, rope 128": ((16, 16, 32, 4, 3, 2), (_MANY, 32, 32, 8, 3, 1)),  # 64 rows spill
+        "rank 256": ((16, 16, 64, 4, 3, 2), (32, 32, 64, 4, 3, 2), (_MANY, 64, 64, 8, 2, 1)),
+        "float32": ((_MANY, 16, 32, 8, 1, 1),),
+    },
+    # tcgen05 keeps copies of the operands in shared memory: half the keys
+    "sm_100": {
+        "rank 512": ((16, 16, 32, 4, 3, 2), (32, 32, 32, 8, 3, 1), (_MANY, 64, 32, 8, 2, 1)),
+        "rank 512, rope 128": ((16, 16, 32, 4, 3, 2), (32, 32, 32, 8, 3, 1), (_MANY, 64, 32, 8, 2, 1)),
+        "rank 256": ((16, 16, 64, 4, 3, 2), (32, 32, 64, 4, 3, 2), (_MANY, 64, 64, 4, 2, 1)),
+        "float32": ((_MANY, 16, 32, 8, 1, 1),),
+    },
+    # 64 x 32 is the largest tile without spills, with a rope dim of 128 no longer
+    "sm_80": {
+        "rank 512": ((16, 16, 32, 4, 2, 2), (32, 32, 32, 8, 2, 1), (_MANY, 64, 32, 8, 2, 1)),
+        "rank 512, rope 128": ((16, 16, 32, 4, 2, 2), (_MANY, 32, 32, 8, 2, 1)),
+        "rank 256": ((16, 16, 64, 4, 2, 2), (32, 32, 64, 4, 2, 2), (_MANY, 64, 32, 4, 2, 2)),
+        "float32": ((_MANY, 16, 32, 8, 1, 1),),
+    },
+    # 99 KiB: 32 rows
+    "sm_86": {
+        "rank 512": ((16, 16, 32, 4, 2, 1), (_MANY, 32, 32, 8, 2, 1)),
+        "rank 512, rope 128": ((16, 16, 32, 4, 2, 1), (_MANY, 32, 32, 8, 2, 1)),
+        "rank 256": ((16, 16, 64, 4, 2, 1), (32, 32, 64, 4, 2, 1), (_MANY, 64, 32, 4, 2, 1)),
+        "float32": ((_MANY, 16, 16, 8, 1, 1),),
+    },
+    # 64 KiB, one stage, four warps: with eight the tile no longer fits the registers of a wave
+    "gfx942": {
+        "rank 512": ((16, 16, 32, 4, 1, 1), (_MANY, 32, 32, 4, 1, 1)),
+        "rank 512, rope 128": ((_MANY, 16, 32, 4, 1, 1),),
+        "rank 256": ((16, 16, 32, 4, 1, 2), (_MANY, 32, 32, 4, 1, 2)),
+        "float32": ((_MANY, 16, 16, 4, 1, 1),),
+    },
 }

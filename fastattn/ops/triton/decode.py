@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastattn.ops.attention import empty_out_and_lse
 from fastattn.ops.triton import _launch
-from fastattn.ops.triton._split import combine, split_buffers, split_count
+from fastattn.ops.triton._split import combine, split_buffers, split_count, split_range
 from fastattn.ops.triton._tile import LOG2E, load_tile, softmax_end, softmax_step
 from fastattn.ops.triton.configs import OfflineCase, decode_config
 
@@ -70,30 +70,14 @@ def decode_kernel(
     o_d1 = tl.arange(0, DK1)
     o_dv = tl.arange(0, DV1)
 
-    # slots this row tile sees, and this split's share of them, whole tiles of them
-    length = tl.minimum(tl.load(lengths + i_b * slb + i_h * slh), capacity)
-    seen = length
-    if CAUSAL:
-        seen = length - tokens + 1 + tl.minimum(i_tile * BLOCK_M + BLOCK_M - 1, tokens * GROUP - 1) // GROUP
-    seen = tl.maximum(seen, 0)
-    share = tl.cdiv(tl.cdiv(seen, BLOCK_N), splits) * BLOCK_N
-    first = i_split * share
-    last = tl.minimum(first + share, seen)
+    i_last = tl.minimum(i_tile * BLOCK_M + BLOCK_M, tokens * GROUP) - 1
+    length = tl.load(lengths + i_b * slb + i_h * slh)
+    length, first, last = split_range(
+        length, capacity, tokens, i_last // GROUP, i_split, splits, CAUSAL=CAUSAL, BLOCK_N=BLOCK_N
+    )
     o_limit = tl.zeros((BLOCK_M,), tl.int32) + length
     if CAUSAL:
         o_limit = length - tokens + 1 + o_query
-
-    # rows of the output are (batch, head, query) triples
-    o_out = (i_b * kv_heads * GROUP + o_head) * tokens + o_query
-    p_out = out + i_split.to(tl.int64) * sos + o_out[:, None] * DV + o_dv[None, :]
-    p_lse = lse + i_split.to(tl.int64) * sls + o_out
-    m_out = m_row[:, None] & (o_dv < DV)[None, :]
-    if first >= last:
-        # combine reads nothing but the lse of an empty split
-        tl.store(p_lse, tl.full((BLOCK_M,), float("-inf"), tl.float32), mask=m_row)
-        if splits == 1:
-            tl.store(p_out, tl.zeros((BLOCK_M, DV1), out.dtype.element_ty), mask=m_out)
-        return
 
     p_query = query + i_b * sqb + o_head * sqh + o_query.to(tl.int64) * sqt
     # [M, DK1], [M, DK2]
@@ -128,8 +112,15 @@ def decode_kernel(
         b_out = tl.dot(b_weight.to(b_v.dtype), b_v, b_out * b_factor[:, None], input_precision="ieee")
 
     b_divisor, b_lse = softmax_end(b_max, b_sum)
-    tl.store(p_out, (b_out / b_divisor[:, None]).to(out.dtype.element_ty), mask=m_out)
-    tl.store(p_lse, b_lse, mask=m_row)
+    # rows of the output are (batch, head, query) triples; combine reads nothing but the lse of an empty split
+    o_out = (i_b * kv_heads * GROUP + o_head) * tokens + o_query
+    m_out = m_row & ((first < last) | (splits == 1))
+    tl.store(lse + i_split.to(tl.int64) * sls + o_out, b_lse, mask=m_row)
+    tl.store(
+        out + i_split.to(tl.int64) * sos + o_out[:, None] * DV + o_dv[None, :],
+        (b_out / b_divisor[:, None]).to(out.dtype.element_ty),
+        mask=m_out[:, None] & (o_dv < DV)[None, :],
+    )
 
 
 def decode_attention(

@@ -1,0 +1,190 @@
+"""Absorbed multi-head latent attention over a latent cache: split-KV kernel and launcher."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastattn.ops.attention import empty_out_and_lse
+from fastattn.ops.triton import _launch
+from fastattn.ops.triton._split import combine, split_buffers, split_count, split_range
+from fastattn.ops.triton._tile import LOG2E, load_tile, softmax_end, softmax_step
+from fastattn.ops.triton.configs import OfflineCase, latent_config
+
+LARGEST_RANK = 512
+LARGEST_ROPE = 128
+
+
+@triton.jit
+def latent_kernel(
+    query_latent,
+    query_rope,
+    cache,
+    lengths,
+    out,
+    lse,
+    tokens,
+    capacity,
+    row_tiles,
+    splits,
+    sqb,
+    sqh,
+    sqt,
+    sqd,
+    srb,
+    srh,
+    srt,
+    srd,
+    scb,
+    sct,
+    scd,
+    slb,
+    sos,
+    sls,
+    SCALE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK1: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROPE1: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: one split of a row's slots for one tile of (query, head) pairs. All heads read the same latents."""
+    i_tile = tl.program_id(0) % row_tiles
+    i_b = (tl.program_id(0) // row_tiles).to(tl.int64)
+    i_split = tl.program_id(1)
+
+    o_row = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_row = o_row < tokens * HEADS
+    o_query = o_row // HEADS
+    o_head = (o_row % HEADS).to(tl.int64)
+    o_rank = tl.arange(0, RANK1)
+
+    i_last = tl.minimum(i_tile * BLOCK_M + BLOCK_M, tokens * HEADS) - 1
+    length = tl.load(lengths + i_b * slb)
+    length, first, last = split_range(
+        length, capacity, tokens, i_last // HEADS, i_split, splits, CAUSAL=CAUSAL, BLOCK_N=BLOCK_N
+    )
+    o_limit = tl.zeros((BLOCK_M,), tl.int32) + length
+    if CAUSAL:
+        o_limit = length - tokens + 1 + o_query
+
+    # [M, RANK1], [M, ROPE1]
+    p_query = query_latent + i_b * sqb + o_head * sqh + o_query.to(tl.int64) * sqt
+    b_q = tl.load(
+        p_query[:, None] + o_rank.to(tl.int64)[None, :] * sqd, mask=m_row[:, None] & (o_rank < RANK)[None, :], other=0.0
+    )
+    if ROPE > 0:
+        o_rope = tl.arange(0, ROPE1)
+        p_rope = query_rope + i_b * srb + o_head * srh + o_query.to(tl.int64) * srt
+        m_rope = m_row[:, None] & (o_rope < ROPE)[None, :]
+        b_r = tl.load(p_rope[:, None] + o_rope.to(tl.int64)[None, :] * srd, mask=m_rope, other=0.0)
+    p_cache = cache + i_b * scb
+
+    b_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    b_sum = tl.zeros((BLOCK_M,), tl.float32)
+    b_out = tl.zeros((BLOCK_M, RANK1), tl.float32)
+    for start in tl.range(first, last, BLOCK_N):
+        o_slot = start + tl.arange(0, BLOCK_N)
+        m_slot = o_slot < last
+        # [N, RANK1]: read once, key here and value below
+        b_c = load_tile(p_cache, o_slot, o_rank, sct, scd, m_slot, RANK, RANK1)
+        b_score = tl.dot(b_q, tl.trans(b_c), input_precision="ieee")
+        if ROPE > 0:
+            b_k = load_tile(p_cache + RANK * scd, o_slot, o_rope, sct, scd, m_slot, ROPE, ROPE1)
+            b_score = tl.dot(b_r, tl.trans(b_k), b_score, input_precision="ieee")
+        m_seen = m_slot[None, :] & (o_slot[None, :] < o_limit[:, None])
+        b_score = tl.where(m_seen, b_score * (SCALE * LOG2E), float("-inf"))
+        b_weight, b_max, b_sum, b_factor = softmax_step(b_score, b_max, b_sum)
+        b_out = tl.dot(b_weight.to(b_c.dtype), b_c, b_out * b_factor[:, None], input_precision="ieee")
+
+    b_divisor, b_lse = softmax_end(b_max, b_sum)
+    # rows of the output are (batch, head, query) triples; combine reads nothing but the lse of an empty split
+    o_out = (i_b * HEADS + o_head) * tokens + o_query
+    m_out = m_row & ((first < last) | (splits == 1))
+    tl.store(lse + i_split.to(tl.int64) * sls + o_out, b_lse, mask=m_row)
+    tl.store(
+        out + i_split.to(tl.int64) * sos + o_out[:, None] * RANK + o_rank[None, :],
+        (b_out / b_divisor[:, None]).to(out.dtype.element_ty),
+        mask=m_out[:, None] & (o_rank < RANK)[None, :],
+    )
+
+
+def latent_decode(
+    query_latent: Tensor, query_rope: Tensor, cache: Tensor, lengths: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Launcher of ``fastattn::latent_decode``."""
+    _launch.check_dtype("latent_decode", "query_latent", query_latent)
+    batch, heads, tokens, rank = query_latent.shape
+    rope, capacity = query_rope.shape[3], cache.shape[1]
+    _launch.check_dim("latent_decode", "rank", rank, LARGEST_RANK)
+    if rope > LARGEST_ROPE:
+        raise ValueError(f"latent_decode on a GPU supports rope dims of 0 to {LARGEST_ROPE}, got {rope}")
+    out, lse = empty_out_and_lse(query_latent, rank)
+    if batch * heads * tokens == 0:
+        return out, lse
+    rank1, rope1 = _launch.next_power_of_two(rank, 16), _launch.next_power_of_two(rope, 16)
+    target = _launch.target_of(cache)
+    config = latent_config(target.family, heads * tokens, rank1, rope1, cache.itemsize)
+    row_tiles = triton.cdiv(heads * tokens, config.rows)
+    programs = batch * row_tiles
+    splits = split_count(target, programs, triton.cdiv(capacity, config.keys), config.resident)
+    part_out, part_lse = split_buffers(out, lse, splits)
+    _launch.kernel(latent_kernel)[(programs, splits)](
+        query_latent,
+        query_rope,
+        cache,
+        lengths,
+        part_out,
+        part_lse,
+        tokens,
+        capacity,
+        row_tiles,
+        splits,
+        *query_latent.stride(),
+        *query_rope.stride(),
+        *cache.stride(),
+        *lengths.stride(),
+        part_out.stride(0),
+        part_lse.stride(0),
+        SCALE=float(scale),
+        CAUSAL=causal,
+        HEADS=int(heads),
+        RANK=int(rank),
+        RANK1=rank1,
+        ROPE=int(rope),
+        ROPE1=rope1,
+        BLOCK_M=config.rows,
+        BLOCK_N=config.keys,
+        **config.options(),
+    )
+    if splits != 1:
+        combine(part_out, part_lse, out, lse)
+    return out, lse
+
+
+def offline_cases() -> list[OfflineCase]:
+    """The ranks in use, times few, some and many rows."""
+
+    def case(name: str, heads: int, rank: int, rope: int, tokens: int = 1, dtype=torch.bfloat16) -> OfflineCase:
+        def launch() -> object:
+            def empty(*shape: int) -> Tensor:
+                return torch.empty(shape, dtype=dtype, device="meta")
+
+            lengths = torch.empty(2, dtype=torch.int32, device="meta")
+            query = empty(2, heads, tokens, rank), empty(2, heads, tokens, rope)
+            return latent_decode(*query, empty(2, 4096, rank + rope), lengths, 0.1, True)
+
+        return OfflineCase(name, launch)
+
+    cases = [
+        case(f"latent_decode {rank}+{rope} rows {heads * tokens}", heads, rank, rope, tokens)
+        for rank, rope in ((512, 64), (448, 128), (256, 64), (128, 64))
+        for heads, tokens in ((16, 1), (16, 2), (128, 1))
+    ]
+    cases.append(case("latent_decode 512+64 rows 16 float32", 16, 512, 64, dtype=torch.float32))
+    return cases
