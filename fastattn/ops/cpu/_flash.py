@@ -57,6 +57,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: floa
     """
     batch, kv_heads, groups, queries, _ = query.shape
     value_dim = value.shape[3]
+    query, scale = _with_positive_scale(query, scale)
     query, key, value = _same_width(query, key, value)
     if causal:  # heads of a group side by side: the mask goes by the query's index
         query, key, value = _by_group(query, key, value)
@@ -81,14 +82,25 @@ def backward(
     batch, kv_heads, groups, queries, dim = query.shape
     keys, value_dim = value.shape[2:]
     grad_out, out = _widen(grad_out, max(dim, value_dim)), _widen(out, max(dim, value_dim))
+    sign = -1.0 if scale < 0 else float(scale > 0)
+    query, scale = _with_positive_scale(query, scale)
     query, key, value = _by_group(*_same_width(query, key, value))
     grad_out, out, lse = (t.flatten(0, 1) for t in (grad_out, out, lse))
     grads = _BACKWARD(
         _rows(grad_out), _rows(query), _rows(key), _rows(value), _rows(out), lse, 0.0, causal, scale=scale
     )
     grad_query = grads[0].view(batch, kv_heads, groups, queries, -1)[..., :dim]
+    if sign != 1.0:
+        grad_query = sign * grad_query
     grad_key, grad_value = (grad.view(batch, kv_heads, groups, keys, -1).sum(2) for grad in grads[1:])
     return grad_query, grad_key[..., :dim], grad_value[..., :value_dim]
+
+
+def _with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The kernel masks with -inf before it scales, which a scale of 0 or less turns into NaN and +inf."""
+    if scale > 0:
+        return query, scale
+    return (-query, -scale) if scale < 0 else (torch.zeros_like(query), 1.0)
 
 
 def _by_group(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
