@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -14,6 +17,17 @@ LAYOUTS = ("contiguous", "tokens_before_heads", "sliced", "last_dim_first", "eve
 dtypes = st.sampled_from(FLOAT_DTYPES)
 layouts = st.sampled_from(LAYOUTS)
 seeds = st.integers(0, 2**31 - 1)
+
+
+def cases(examples: int) -> settings:
+    """Settings of a property test: ``examples`` cases, the same in every run.
+
+    ``FASTATTN_EXAMPLES=2000 pytest ...`` searches that many new ones instead.
+    """
+    wanted = os.environ.get("FASTATTN_EXAMPLES")
+    return settings(
+        max_examples=int(wanted) if wanted else examples, derandomize=not wanted, deadline=None, database=None
+    )
 
 
 def sizes(maximum: int, minimum: int = 1) -> st.SearchStrategy[int]:

@@ -28,10 +28,12 @@ def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale:
     visible = visible.expand(*query.shape[:3], key.shape[2])
     unseen = ~visible.any(2)[..., None]
     key, value = key.masked_fill(unseen, 0.0), value.masked_fill(unseen, 0.0)
-    out = query.new_zeros(*query.shape[:3], value.shape[3])
-    if out.numel() and key.shape[2]:
-        out = functional.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale)
-        out = out.masked_fill(~visible.any(3)[..., None], 0.0)
+    blind = ~visible.any(3)[..., None]
+    if blind.numel() and key.shape[2]:
+        out = functional.scaled_dot_product_attention(query, key, value, attn_mask=visible | blind, scale=scale)
+        out = out.masked_fill(blind, 0.0)
+    else:  # nothing to attend to, but differentiable like the rest
+        out = query @ key.mT @ value
     scores = (scale * (query @ key.mT)).float().masked_fill(~visible, float("-inf"))
     return out, torch.logsumexp(scores, dim=-1)
 
