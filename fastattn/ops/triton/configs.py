@@ -21,6 +21,7 @@ KERNEL_MODULES = (
     "decode",
     "latent",
     "scores",
+    "cache",
 )
 
 
