@@ -17,13 +17,27 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def load_tile(pointer, o_row, o_col, stride_row, stride_col, m_row, columns: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile with zeros outside ``m_row`` and beyond ``columns`` of its ``COLUMNS``; offsets are 64-bit."""
+def load_row(p_row, o_col, stride_col, m_row, columns: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows at the 64-bit pointers ``p_row``, with zeros outside ``m_row`` (None: all rows) and beyond ``columns``."""
     # [ROWS, COLUMNS]
-    pointers = pointer + o_row.to(tl.int64)[:, None] * stride_row + o_col.to(tl.int64)[None, :] * stride_col
-    if columns == COLUMNS:
-        return tl.load(pointers, mask=m_row[:, None], other=0.0)
-    return tl.load(pointers, mask=m_row[:, None] & (o_col < columns)[None, :], other=0.0)
+    pointers = p_row[:, None] + o_col.to(tl.int64)[None, :] * stride_col
+    if m_row is None:
+        if columns == COLUMNS:
+            b_tile = tl.load(pointers)
+        else:
+            b_tile = tl.load(pointers, mask=(o_col < columns)[None, :], other=0.0)
+    else:
+        if columns == COLUMNS:
+            b_tile = tl.load(pointers, mask=m_row[:, None], other=0.0)
+        else:
+            b_tile = tl.load(pointers, mask=m_row[:, None] & (o_col < columns)[None, :], other=0.0)
+    return b_tile
+
+
+@triton.jit
+def load_tile(pointer, o_row, o_col, stride_row, stride_col, m_row, columns: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile with zeros outside ``m_row`` (None: all rows) and beyond ``columns``; offsets are 64-bit."""
+    return load_row(pointer + o_row.to(tl.int64) * stride_row, o_col, stride_col, m_row, columns, COLUMNS)
 
 
 @triton.jit

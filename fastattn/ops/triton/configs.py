@@ -18,6 +18,7 @@ FAMILIES = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
 # Modules of fastattn.ops.triton that define offline_cases(), in the order of the table.
 KERNEL_MODULES = (
+    "attention",
     "decode",
     "latent",
     "scores",
@@ -160,4 +161,61 @@ _LATENT = {
         "rank 256": ((16, 16, 32, 4, 1, 2), (_MANY, 32, 32, 4, 1, 2)),
         "float32": ((_MANY, 16, 16, 4, 1, 1),),
     },
+}
+
+
+def attention_config(family: str, rows: int, columns: int, itemsize: int) -> Config:
+    """The forward tile of ``attention`` for ``rows`` (queries times group) and the wider of the two head dims."""
+    if itemsize == 4:
+        return Config(*_ATTENTION_FLOAT32[family])
+    few = rows <= 64
+    for largest, many_rows, few_rows in _ATTENTION[family]:
+        if columns <= largest:
+            return Config(*(few_rows if few else many_rows))
+    raise ValueError(f"attention supports up to {_ATTENTION[family][-1][0]} columns, got {columns}")
+
+
+# (largest head dim, tile for many rows, tile for at most 64 rows); a tile is (rows, keys, warps, stages).
+# 128 rows give a matrix unit two times 64; more keys per tile amortise the softmax, until shared memory is full.
+_ATTENTION = {
+    # at 128/128, 128 keys spill; three stages of 64 keys fit with room to spare
+    "sm_90": (
+        (64, (128, 128, 8, 3), (64, 128, 4, 3)),
+        (128, (128, 64, 8, 3), (64, 64, 4, 3)),
+        (192, (128, 64, 8, 3), (64, 64, 4, 2)),
+        (256, (128, 32, 8, 2), (64, 32, 4, 2)),
+    ),
+    "sm_100": (
+        (64, (128, 64, 8, 3), (64, 64, 4, 3)),
+        (128, (128, 64, 8, 2), (64, 64, 4, 2)),
+        (192, (128, 64, 8, 2), (64, 32, 4, 2)),
+        (256, (128, 32, 8, 2), (64, 32, 4, 2)),
+    ),
+    # operands of the matrix unit sit in registers: 64 rows from 256 columns on
+    "sm_80": (
+        (64, (128, 64, 4, 3), (64, 32, 4, 3)),
+        (128, (128, 64, 8, 2), (64, 32, 4, 2)),
+        (192, (128, 32, 8, 2), (64, 32, 4, 2)),
+        (256, (64, 32, 8, 2), (64, 32, 8, 2)),
+    ),
+    "sm_86": (
+        (64, (128, 64, 4, 3), (64, 32, 4, 3)),
+        (128, (128, 32, 8, 2), (64, 32, 4, 2)),
+        (192, (128, 32, 8, 2), (64, 32, 4, 2)),
+        (256, (64, 32, 8, 2), (64, 32, 8, 2)),
+    ),
+    "gfx942": (
+        (64, (128, 64, 4, 1), (64, 64, 4, 1)),
+        (128, (128, 64, 4, 1), (64, 64, 4, 1)),
+        (192, (64, 32, 4, 1), (64, 32, 4, 1)),
+        (256, (64, 32, 4, 1), (64, 32, 4, 1)),
+    ),
+}
+# Dots with IEEE rounding run on the ordinary units, operands and accumulator in registers.
+_ATTENTION_FLOAT32 = {
+    "sm_80": (32, 32, 8, 1),
+    "sm_86": (32, 32, 8, 1),
+    "sm_90": (32, 32, 8, 1),
+    "sm_100": (32, 32, 8, 1),
+    "gfx942": (32, 16, 4, 1),
 }
