@@ -24,16 +24,11 @@ def score_knorm(key: Tensor, lengths: Tensor, min_length: int) -> Tensor:
 
 def score_key_diff(key: Tensor, lengths: Tensor, min_length: int) -> Tensor:
     out = _no_score(key)
-    for b, length in _full_rows(lengths, min_length):
-        wide = key[b, :, :length].to(out.dtype)
-        counts = lengths[b].tolist()
-        norm = torch.linalg.vector_norm(wide, dim=-1)
-        inverse = torch.where(norm == 0, 0.0, 1.0 / norm)
-        for h, count in enumerate(counts):
-            anchor = inverse[h, :count] @ wide[h, :count]  # sum of unit vectors; its length does not matter
-            anchor_norm = torch.linalg.vector_norm(anchor)
-            anchor = torch.where(anchor_norm == 0, 0.0, anchor / anchor_norm)
-            out[b, h, :count] = -(wide[h, :count] @ anchor) * inverse[h, :count]
+    for b, _ in _full_rows(lengths, min_length):
+        for h, count in enumerate(lengths[b].tolist()):
+            # Contiguous: a norm over a strided dim is summed in sequence and errs several times as much.
+            unit = _unit(key[b, h, :count].to(out.dtype).contiguous())
+            out[b, h, :count] = -(unit @ _unit(unit.sum(0)))  # the sum's length does not matter
     return out
 
 
@@ -55,6 +50,8 @@ def score_expected_attention(
     groups = _groups(query_mean, query_samples, key.shape[1])
     for b, _ in _full_rows(lengths, min_length):
         for h, count in enumerate(lengths[b].tolist()):
+            if count == 0:
+                continue
             group = slice(h * groups, (h + 1) * groups)
             wide = key[b, h, :count].to(out.dtype)
             if query_samples is not None:
@@ -96,6 +93,12 @@ def query_moments(query: Tensor, valid: Tensor | None, min_length: int) -> tuple
             mean[b, first : first + step] = centre
             cov[b, first : first + step] = wide.mT @ wide / count
     return mean, cov
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    """Divided by their norm; zero stays zero."""
+    norm = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    return vectors / norm.masked_fill_(norm == 0, 1.0)
 
 
 def _groups(query_mean: Tensor | None, query_samples: Tensor | None, kv_heads: int) -> int:
