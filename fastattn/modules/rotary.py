@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastattn.ops._checks import check_count
+
 
 class Rotary(nn.Module):
     r"""Rotation of pairs of dims by angles that grow with the position (RoPE, arXiv 2104.09864).
@@ -36,10 +38,11 @@ class Rotary(nn.Module):
             raise TypeError(f"inv_freq must be a tensor [m], got {type(inv_freq).__name__}")
         if inv_freq.dim() != 1 or not inv_freq.is_floating_point():
             raise ValueError(f"inv_freq must be a float tensor [m], got {inv_freq.dtype} {list(inv_freq.shape)}")
-        if not attention_factor > 0:
-            raise ValueError(f"attention_factor must be positive, got {attention_factor}")
-        if start < 0:
-            raise ValueError(f"start must not be negative, got {start}")
+        if isinstance(attention_factor, bool) or not isinstance(attention_factor, (int, float)):
+            raise TypeError(f"attention_factor must be a float, got {type(attention_factor).__name__}")
+        if not 0.0 < attention_factor < float("inf"):
+            raise ValueError(f"attention_factor must be positive and finite, got {attention_factor}")
+        check_count("start", start, 0)
         with torch.inference_mode(False):
             self.register_buffer("inv_freq", inv_freq.detach().to(torch.float32, copy=True), persistent=False)
         self.interleave = bool(interleave)
