@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastattn import ops
+    from fastattn.advice import Advice, advise
     from fastattn.modules.kv_cache import CompressedKVCache
     from fastattn.modules.low_rank import LowRankAttention
     from fastattn.modules.policies import ExpectedAttention, KeyDiff, Knorm, Policy, StreamingLLM
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 
 # Public name -> module. Loaded on first use, so that `import fastattn` costs what `import torch` costs.
 _EXPORTS = {
+    "Advice": "fastattn.advice",
     "CompressedKVCache": "fastattn.modules.kv_cache",
     "ExpectedAttention": "fastattn.modules.policies",
     "KeyDiff": "fastattn.modules.policies",
@@ -24,10 +26,12 @@ _EXPORTS = {
     "Policy": "fastattn.modules.policies",
     "Rotary": "fastattn.modules.rotary",
     "StreamingLLM": "fastattn.modules.policies",
+    "advise": "fastattn.advice",
 }
 _SUBMODULES = ("ops",)
 
 __all__ = [
+    "Advice",
     "CompressedKVCache",
     "ExpectedAttention",
     "KeyDiff",
@@ -36,6 +40,7 @@ __all__ = [
     "Policy",
     "Rotary",
     "StreamingLLM",
+    "advise",
     "ops",
 ]
 
