@@ -106,7 +106,8 @@ def build_factors(
         ValueError: a rank above what the layer has.
     """
     joint = stack_key_value(weights, split, moment, balance=balance)
-    rank = joint.matrix.shape[0] if kv_rank is None else kv_rank
+    full = min(joint.matrix.shape[0], weights.hidden_size + weights.kv_bias)  # more is never needed
+    rank = full if kv_rank is None else kv_rank
     if rank > joint.matrix.shape[0]:
         raise ValueError(f"kv_lora_rank must be at most {joint.matrix.shape[0]} here, got {rank}")
     projection = project(joint.matrix, moment, rank, method)

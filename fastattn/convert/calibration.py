@@ -1,0 +1,213 @@
+"""Run calibration text through a model layer by layer and gather the second moments of its attention inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.convert.families import AttentionSite, attention_sites, check_reading, decoder_of, read_weights
+from fastattn.convert.statistics import SecondMoment
+
+BATCH_TOKENS = 2048
+CHECKED_TOKENS = 32
+
+
+@dataclass
+class CalibrationStatistics:
+    """Second moments of every attention input of a model, from one pass of the original (parallel statistics).
+
+    ``moments``: by name of the attention module; ``tokens``: how many were fed; ``context``: the longest sequence.
+    """
+
+    moments: dict[str, SecondMoment]
+    tokens: int
+    context: int
+
+
+class _Captured(Exception):
+    """Ends a layer's forward once its attention has seen its input."""
+
+
+def token_batches(name: str, token_ids: Tensor | Sequence[Tensor], model: nn.Module) -> list[Tensor]:
+    """``token_ids`` (``[N, S]``, or a sequence of ``[S_i]``) as batches ``[B, S]`` on the model's device.
+
+    Raises:
+        TypeError, ValueError: not integer ids, empty, sequences below two tokens, or ids outside the vocabulary.
+    """
+    if isinstance(token_ids, Tensor):
+        if token_ids.dim() != 2:
+            raise ValueError(f"{name} must have shape [sequences, tokens], got {list(token_ids.shape)}")
+        sequences = list(token_ids)
+    elif isinstance(token_ids, Sequence) and all(isinstance(ids, Tensor) for ids in token_ids):
+        sequences = list(token_ids)
+    else:
+        raise TypeError(
+            f"{name} must be token ids [sequences, tokens] or a list of them, got {type(token_ids).__name__}"
+        )
+    if not sequences:
+        raise ValueError(f"{name} must hold at least one sequence, got none")
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    for ids in sequences:
+        if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must hold int64 or int32 sequences [tokens], got {ids.dtype} {list(ids.shape)}")
+        if ids.numel() < 2:
+            raise ValueError(f"{name} must hold sequences of at least two tokens, got {ids.numel()}")
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= embedding.num_embeddings:
+            raise ValueError(f"{name} must hold ids below {embedding.num_embeddings}, got {low}..{high}")
+    batches: list[Tensor] = []
+    group: list[Tensor] = []
+    for ids in sequences:
+        if group and (ids.numel() != group[0].numel() or (len(group) + 1) * ids.numel() > BATCH_TOKENS):
+            batches.append(torch.stack(group))
+            group = []
+        group.append(ids)
+    batches.append(torch.stack(group))
+    return [batch.to(embedding.weight.device).long() for batch in batches]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Every submodule in eval mode, without gradients; modes are put back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden states a layer or an attention module was called with."""
+    return args[0] if args else kwargs["hidden_states"]
+
+
+class LayerWalk:
+    """Calibration text on its way through the layers: the inputs of one layer at a time, for every batch.
+
+    Construction is one pass of the whole original: it refuses activations that are not finite, checks that the
+    attention to be converted is read right, and keeps the first layer's inputs and what layers are called with.
+    """
+
+    def __init__(self, model: nn.Module, batches: list[Tensor], sites: list[AttentionSite]) -> None:
+        self.model = model
+        self.layers = list(decoder_of(model).layers)  # type: ignore[arg-type]
+        self.hidden: list[Tensor] = []
+        self.arguments: list[list[dict[str, Any]]] = []
+        self._by_shape: dict[torch.Size, list[dict[str, Any]]] = {}
+        for number, batch in enumerate(batches):
+            self._run_original(batch, sites if number == 0 else [])
+
+    def _run_original(self, batch: Tensor, to_check: list[AttentionSite]) -> None:
+        calls: list[dict[str, Any]] = []
+        checked = {site.attention: site for site in to_check}
+        hooks = []
+
+        def before_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if module is self.layers[0]:
+                self.hidden.append(_first(args, kwargs).detach())
+            calls.append({name: value for name, value in kwargs.items() if name != "hidden_states"})
+
+        def after_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            inputs = _first(args, kwargs)
+            if not bool(torch.isfinite(inputs).all()):
+                raise ValueError(f"calibration activations must be finite, got NaN or infinity before {names[module]}")
+            if module in checked:
+                site = checked[module]
+                shown = inputs[0, :CHECKED_TOKENS].detach()
+                check_reading(read_weights(self.model, site), site, shown, output[0][0, :CHECKED_TOKENS].detach())
+
+        names = {site.attention: site.name for site in attention_sites(self.model)}
+        try:
+            for layer in self.layers:
+                hooks.append(layer.register_forward_pre_hook(before_layer, with_kwargs=True))
+                hooks.append(layer.self_attn.register_forward_hook(after_attention, with_kwargs=True))
+            output = decoder_of(self.model)(input_ids=batch, use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if not bool(torch.isfinite(output[0]).all()):
+            raise ValueError("calibration activations must be finite, got NaN or infinity in the last hidden states")
+        self.arguments.append(self._by_shape.setdefault(batch.shape, calls))
+
+    def attention_moment(self, index: int, *, advance: bool) -> SecondMoment:
+        """Second moment of the attention input of layer ``index``; with ``advance`` its outputs become the inputs."""
+        layer = self.layers[index]
+        moment = SecondMoment(self.hidden[0].shape[-1], self.hidden[0].device)
+
+        def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            moment.add(_first(args, kwargs))
+            if not advance:
+                raise _Captured
+
+        hook = layer.self_attn.register_forward_pre_hook(capture, with_kwargs=True)
+        try:
+            for number in range(len(self.hidden)):
+                try:
+                    output = self._call(index, number)
+                except _Captured:
+                    continue
+                self.hidden[number] = output
+        finally:
+            hook.remove()
+        return moment
+
+    def advance(self, index: int) -> None:
+        """The outputs of layer ``index``, as the model holds it now, become the inputs."""
+        for number in range(len(self.hidden)):
+            self.hidden[number] = self._call(index, number)
+
+    def _call(self, index: int, number: int) -> Tensor:
+        output = self.layers[index](self.hidden[number], **self.arguments[number][index])
+        return output[0] if isinstance(output, tuple) else output
+
+
+def calibrate(
+    model: nn.Module, token_ids: Tensor | Sequence[Tensor], *, progress: bool = True
+) -> CalibrationStatistics:
+    """Statistics to convert a model from several times, each layer's from the original's activations.
+
+    Memory: one float64 matrix ``[hidden+1, hidden+1]`` per layer, all kept.
+
+    Args:
+        model: a transformers decoder.
+        token_ids: ``[N, S]`` int64, or a list of sequences ``[S_i]``; no padding.
+        progress: show a progress bar.
+    """
+    batches = token_batches("calibration", token_ids, model)
+    sites = attention_sites(model)
+    with evaluating(model):
+        walk = LayerWalk(model, batches, [])
+        moments = {
+            site.name: walk.attention_moment(site.index, advance=True)
+            for site in progress_bar(sites, "Calibrating", progress)
+        }
+    return CalibrationStatistics(moments, sum(b.numel() for b in batches), max(b.shape[1] for b in batches))
+
+
+def progress_bar(sites: Sequence[AttentionSite], title: str, shown: bool) -> Iterator[AttentionSite]:
+    """The sites, counted on stderr."""
+    if not shown:
+        return iter(sites)
+    from tqdm import tqdm
+
+    return iter(tqdm(sites, desc=title, unit="layer"))
+
+
+def held_out_loss(model: nn.Module, token_ids: Tensor | Sequence[Tensor], name: str = "evaluation") -> float:
+    """Mean negative log-likelihood (nats) of every next token, in float32 (float64 for a float64 model)."""
+    total, count = 0.0, 0
+    with evaluating(model):
+        for batch in token_batches(name, token_ids, model):
+            logits = model(input_ids=batch, use_cache=False).logits[:, :-1]
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
+            total, count = total + float(loss), count + batch[:, 1:].numel()
+    return total / count

@@ -1,0 +1,367 @@
+"""Convert a trained transformers model: all layers are factored first, then swapped in together."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.convert.attention import ConvertedAttention
+from fastattn.convert.calibration import (
+    CalibrationStatistics,
+    LayerWalk,
+    evaluating,
+    held_out_loss,
+    progress_bar,
+    token_batches,
+)
+from fastattn.convert.config import LowRankConfig
+from fastattn.convert.factors import LayerFactors, allocate_ranks, build_factors, project, stack_key_value
+from fastattn.convert.families import AttentionSite, attention_sites, check_site, decoder_of, read_weights
+from fastattn.convert.report import ConversionReport, LayerReport
+from fastattn.convert.resume import ResumeState
+from fastattn.convert.rope import RopeSplit, split_rope
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fastattn.convert.weights import AttentionWeights
+
+CONFIG_ENTRY = "fastattn_low_rank"
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a layer is made into: its RoPE split and decomposition on one second moment."""
+
+    weights: AttentionWeights
+    split: RopeSplit
+    moment: Tensor
+
+
+def to_low_rank_(
+    model: nn.Module,
+    config: LowRankConfig,
+    calibration: Tensor | Sequence[Tensor] | CalibrationStatistics,
+    evaluation: Tensor | Sequence[Tensor] | None = None,
+    resume_dir: str | Path | None = None,
+    progress: bool = True,
+) -> ConversionReport:
+    """Replace the attention of a trained transformers model by :class:`~fastattn.LowRankAttention`, without training.
+
+    Per layer: RoPE is concentrated on ``qk_rope_head_dim`` shared dims (TransMLA, arXiv 2502.07864), the remaining keys
+    are balanced with the values, and both are projected together on the directions that matter most for the
+    calibration text (``W C W^T`` with ``C = E[x x^T]``, float64); likewise the query. Full ranks with all rope dims
+    reproduce the model. New attention is swapped in only when every layer is done; an error or an interrupt before
+    leaves the model as it was.
+
+    Supported: decoders of rotary MHA/GQA attention from plain linear projections, split or fused, with or without
+    biases (Llama, Mistral, Qwen2, Phi-3 and alike). What each layer computes is checked on the calibration text before.
+
+    Args:
+        model: the model; its attention modules are replaced in place.
+        config: what to convert into.
+        calibration: token ids ``[N, S]`` or a list of ``[S_i]``, without padding; or :func:`calibrate`'s statistics,
+            with ``statistics="parallel"``.
+        evaluation: held-out token ids, to report the loss before and after; keep them disjoint from ``calibration``.
+        resume_dir: finished layers are kept there; the same call after an interrupt goes on from them.
+        progress: show a progress bar.
+
+    Returns:
+        The report: print it, ``as_dict()``, ``save_json(path)``, ``plot(path)``.
+
+    Memory: besides the model and the converted layers, one layer's statistics (float64 ``[hidden+1, hidden+1]``) and
+    the calibration text's hidden states between two layers.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, attention that can't be expressed, calibration shorter
+            than the largest rank or with activations that are not finite. The model is unchanged then.
+    """
+    if not isinstance(config, LowRankConfig):
+        raise TypeError(f"config must be a LowRankConfig, got {type(config).__name__}")
+    started = time.perf_counter()
+    _reset_peak_memory(model)
+    if hasattr(decoder_of(model).config, CONFIG_ENTRY):
+        raise ValueError("model must not be converted already, got one whose configuration says it is")
+    sites = attention_sites(model)
+    chosen = [site for site in sites if config.wants(site.name)]
+    if not chosen:
+        raise ValueError(f"layers must match at least one of {sites[0].name}..{sites[-1].name}, got {config.layers!r}")
+    for site in chosen:
+        check_site(model, site)
+    if evaluation is not None:
+        token_batches("evaluation", evaluation, model)
+    source = _source(model, config, calibration, chosen)
+    resume = None if resume_dir is None else ResumeState(Path(resume_dir), model, config, source.fingerprint)
+    loss_before = None if evaluation is None else held_out_loss(model, evaluation)
+
+    with evaluating(model):
+        ranks = _ranks(model, config, source, chosen, progress)
+        replaced, rows = _convert_layers(model, config, source, sites, ranks, resume, progress)
+    originals = {site: site.attention for site in chosen}
+    try:
+        for site in chosen:
+            site.parent.self_attn = replaced[site.name]
+        _record(model, replaced)
+        loss_after = None if evaluation is None else held_out_loss(model, evaluation)
+    except BaseException:
+        for site, attention in originals.items():
+            site.parent.self_attn = attention
+        _record(model, {})
+        raise
+    return ConversionReport(
+        layers=rows,
+        config=config.as_dict(),
+        calibration_tokens=source.tokens,
+        seconds=time.perf_counter() - started,
+        peak_memory_bytes=_peak_memory(model),
+        loss_before=loss_before,
+        loss_after=loss_after,
+    )
+
+
+class _Source:
+    """Where second moments come from: given statistics, or calibration text walked through the model."""
+
+    def __init__(self, model: nn.Module, given: CalibrationStatistics | list[Tensor]) -> None:
+        self.model = model
+        self.statistics = given if isinstance(given, CalibrationStatistics) else None
+        self.batches = [] if isinstance(given, CalibrationStatistics) else given
+        if isinstance(given, CalibrationStatistics):
+            self.tokens, self.context = given.tokens, given.context
+            self.fingerprint = [float(moment.total.sum()) for moment in given.moments.values()]
+        else:
+            self.tokens = sum(batch.numel() for batch in given)
+            self.context = max(batch.shape[1] for batch in given)
+            self.fingerprint = [int((batch * torch.arange(1, batch.shape[1] + 1, device=batch.device)).sum())
+                                for batch in given]  # fmt: skip
+        self.walk: LayerWalk | None = None
+
+    def start(self, to_check: list[AttentionSite]) -> None:
+        """Feed the text to the model; the walk then stands before the first layer."""
+        if self.statistics is None:
+            self.walk = LayerWalk(self.model, self.batches, to_check)
+
+
+def _source(model: nn.Module, config: LowRankConfig, calibration: Any, chosen: list[AttentionSite]) -> _Source:
+    if isinstance(calibration, CalibrationStatistics):
+        if config.statistics != "parallel":
+            raise ValueError(f'given statistics are parallel: statistics must be "parallel", got {config.statistics!r}')
+        hidden = read_weights(model, chosen[0]).hidden_size
+        missing = [site.name for site in chosen if site.name not in calibration.moments]
+        wrong = {moment.total.shape[0] - 1 for moment in calibration.moments.values()} - {hidden}
+        if missing or wrong:
+            raise ValueError(f"calibration must be statistics of this model, got none for {missing} or sizes {wrong}")
+        source = _Source(model, calibration)
+    else:
+        source = _Source(model, token_batches("calibration", calibration, model))
+    needed = max(_largest_rank(read_weights(model, site), config) for site in chosen)
+    if source.tokens < needed:
+        raise ValueError(f"calibration must hold at least {needed} tokens, the largest rank, got {source.tokens}")
+    return source
+
+
+def _largest_rank(weights: AttentionWeights, config: LowRankConfig) -> int:
+    """The larger of a layer's ranks, after checking them against its shapes."""
+    rope = weights.max_rope_dim if config.qk_rope_head_dim is None else config.qk_rope_head_dim
+    limits = {
+        "qk_rope_head_dim": (rope, weights.max_rope_dim),
+        "kv_lora_rank": (config.kv_lora_rank, weights.cached_values - rope),
+        "q_lora_rank": (config.q_lora_rank, weights.query.shape[0]),
+    }
+    for name, (value, most) in limits.items():
+        if value is not None and value > most:
+            raise ValueError(f"{name} must be at most {most} for this model, got {value}")
+    if config.freq_fold != "search" and weights.inv_freq.numel() % config.freq_fold:
+        raise ValueError(f"freq_fold must divide the {weights.inv_freq.numel()} frequencies, got {config.freq_fold}")
+    full = min(weights.cached_values - rope, weights.hidden_size + weights.kv_bias)
+    largest = full if config.kv_lora_rank is None and config.kv_rank_budget is None else config.kv_lora_rank or 1
+    return max(largest, config.q_lora_rank or 1)
+
+
+def _plan(model: nn.Module, config: LowRankConfig, source: _Source, site: AttentionSite, moment: Tensor) -> _Plan:
+    weights = read_weights(model, site)
+    moment = moment.to(weights.key.device)
+    split = split_rope(
+        weights,
+        moment,
+        config.qk_rope_head_dim,
+        fold=config.freq_fold,
+        selection=config.rope_selection,
+        mixing=config.rope_mixing,
+        context=source.context,
+    )
+    return _Plan(weights, split, moment)
+
+
+def _ranks(
+    model: nn.Module, config: LowRankConfig, source: _Source, chosen: list[AttentionSite], progress: bool
+) -> dict[str, int | None]:
+    """Every layer's latent rank; ``None`` for full. A budget is shared by the spectra of the original's statistics."""
+    if config.kv_rank_budget is None:
+        return {site.name: config.kv_lora_rank for site in chosen}
+    source.start(chosen)
+    wanted, spectra = {site.name for site in chosen}, []
+    for site in progress_bar(attention_sites(model), "Spectra", progress):
+        moment = _original_moment(source, site, config.damping)
+        if site.name in wanted:
+            plan = _plan(model, config, source, site, moment)
+            matrix = stack_key_value(plan.weights, plan.split, plan.moment, balance=config.balance).matrix
+            kept = project(matrix, plan.moment, 1, config.method).kept
+            spectra.append(kept[: plan.weights.hidden_size + plan.weights.kv_bias])
+    return dict(zip((site.name for site in chosen), allocate_ranks(spectra, config.kv_rank_budget), strict=True))
+
+
+def _original_moment(source: _Source, site: AttentionSite, damping: float) -> Tensor:
+    if source.statistics is not None:
+        moment = source.statistics.moments.get(site.name)
+        return torch.empty(0) if moment is None else moment.mean(damping)
+    assert source.walk is not None  # started by the caller
+    return source.walk.attention_moment(site.index, advance=True).mean(damping)
+
+
+def _convert_layers(
+    model: nn.Module,
+    config: LowRankConfig,
+    source: _Source,
+    sites: list[AttentionSite],
+    ranks: dict[str, int | None],
+    resume: ResumeState | None,
+    progress: bool,
+) -> tuple[dict[str, ConvertedAttention], list[LayerReport]]:
+    source.start([site for site in sites if site.name in ranks])
+    replaced: dict[str, ConvertedAttention] = {}
+    rows: list[LayerReport] = []
+    for site in progress_bar(sites, "Converting", progress):
+        walk, sequential = source.walk, config.statistics == "sequential"
+        if site.name not in ranks:
+            if walk is not None:
+                walk.advance(site.index)
+            continue
+        saved = None if resume is None else resume.load(site.name)
+        if saved is not None:
+            attention = make_attention(saved.arguments, site.attention, site.index, saved.inv_freq)
+            row = LayerReport(**saved.row)
+            attention.load_state_dict(saved.state)
+            if walk is not None and not sequential:
+                walk.advance(site.index)
+        else:
+            if walk is not None and sequential:
+                moment = walk.attention_moment(site.index, advance=False).mean(config.damping)
+            else:
+                moment = _original_moment(source, site, config.damping)
+            plan = _plan(model, config, source, site, moment)
+            factors = _factor(plan, config, ranks[site.name])
+            attention = attention_from(factors, plan.weights, site)
+            row = _row(site, plan, factors, attention)
+            if resume is not None:
+                resume.save(site.name, attention.arguments(), factors.inv_freq, attention.state_dict(), row)
+        if walk is not None and sequential:
+            with _in_place(site, attention):
+                walk.advance(site.index)
+        replaced[site.name] = attention.train(site.attention.training)
+        rows.append(row)
+    return replaced, rows
+
+
+def _factor(plan: _Plan, config: LowRankConfig, rank: int | None) -> LayerFactors:
+    return build_factors(
+        plan.weights,
+        plan.split,
+        plan.moment,
+        kv_rank=rank,
+        q_rank=config.q_lora_rank,
+        method=config.method,
+        balance=config.balance,
+    )
+
+
+@contextmanager
+def _in_place(site: AttentionSite, attention: nn.Module) -> Iterator[None]:
+    """``attention`` stands in for the site's own while the context lasts."""
+    original = site.attention
+    site.parent.self_attn = attention
+    try:
+        yield
+    finally:
+        site.parent.self_attn = original
+
+
+def make_attention(arguments: dict[str, Any], like: nn.Module, index: int, inv_freq: Tensor) -> ConvertedAttention:
+    """A converted layer with empty weights, where and as ``like`` has its own."""
+    output: Any = like.o_proj
+    return ConvertedAttention(
+        **arguments,
+        inv_freq=inv_freq.to(output.weight.device),
+        layer_idx=index,
+        device=output.weight.device,
+        dtype=output.weight.dtype,
+    )
+
+
+def attention_from(factors: LayerFactors, weights: AttentionWeights, site: AttentionSite) -> ConvertedAttention:
+    """The factors as a module in the dtype and on the device of the original."""
+    arguments = {"hidden_size": weights.hidden_size, "num_heads": weights.num_heads, **factors.arguments}
+    attention = make_attention(arguments, site.attention, site.index, factors.inv_freq)
+    like: Any = site.attention.o_proj
+    state = {name: value.to(like.weight) for name, value in factors.state.items()}
+    attention.load_state_dict(state | {"inv_freq": factors.inv_freq})
+    for parameter in attention.parameters():
+        parameter.requires_grad_(like.weight.requires_grad)
+        if not bool(torch.isfinite(parameter).all()):
+            raise ValueError(f"{site.name} gives weights beyond the range of {like.weight.dtype}")
+    return attention
+
+
+def _row(site: AttentionSite, plan: _Plan, factors: LayerFactors, attention: ConvertedAttention) -> LayerReport:
+    itemsize = attention.o_proj.weight.dtype.itemsize
+    return LayerReport(
+        name=site.name,
+        kv_lora_rank=attention.kv_lora_rank,
+        q_lora_rank=attention.q_lora_rank,
+        qk_rope_head_dim=attention.qk_rope_head_dim,
+        freq_fold=plan.split.fold,
+        key_error=factors.errors["key"],
+        value_error=factors.errors["value"],
+        query_error=factors.errors["query"],
+        joint_error=factors.errors["joint"],
+        rope_error=factors.errors["rope"],
+        cache_bytes_before=plan.weights.cached_values * itemsize,
+        cache_bytes_after=(attention.kv_lora_rank + attention.qk_rope_head_dim) * itemsize,
+    )
+
+
+def _record(model: nn.Module, replaced: dict[str, ConvertedAttention]) -> None:
+    """Say in the model's configuration what its attention is now, so that it can be saved and loaded."""
+    config: Any = decoder_of(model).config
+    if replaced:
+        setattr(config, CONFIG_ENTRY, {"version": 1, "layers": {n: a.arguments() for n, a in replaced.items()}})
+    elif hasattr(config, CONFIG_ENTRY):
+        delattr(config, CONFIG_ENTRY)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _reset_peak_memory(model: nn.Module) -> None:
+    if _device(model).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(_device(model))
+
+
+def _peak_memory(model: nn.Module) -> int | None:
+    if _device(model).type == "cuda":
+        return torch.cuda.max_memory_allocated(_device(model))
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
