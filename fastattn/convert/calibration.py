@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fastattn.convert.families import AttentionSite, attention_sites, check_reading, decoder_of, read_weights
 from fastattn.convert.statistics import SecondMoment
+
+T = TypeVar("T")
 
 BATCH_TOKENS = 2048
 CHECKED_TOKENS = 32
@@ -182,23 +184,33 @@ def calibrate(
         progress: show a progress bar.
     """
     batches = token_batches("calibration", token_ids, model)
-    sites = attention_sites(model)
-    with evaluating(model):
-        walk = LayerWalk(model, batches, [])
-        moments = {
-            site.name: walk.attention_moment(site.index, advance=True)
-            for site in progress_bar(sites, "Calibrating", progress)
-        }
+    decoder: Any = decoder_of(model)
+    moments: dict[str, SecondMoment] = {}
+    hooks = []
+    try:
+        for site in attention_sites(model):
+            moments[site.name] = SecondMoment(decoder.config.hidden_size, batches[0].device)
+            hooks.append(site.attention.register_forward_pre_hook(_feed(moments[site.name]), with_kwargs=True))
+        with evaluating(model):
+            for batch in progress_bar(batches, "Calibrating", progress, unit="batch"):
+                decoder(input_ids=batch, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
     return CalibrationStatistics(moments, sum(b.numel() for b in batches), max(b.shape[1] for b in batches))
 
 
-def progress_bar(sites: Sequence[AttentionSite], title: str, shown: bool) -> Iterator[AttentionSite]:
-    """The sites, counted on stderr."""
+def _feed(moment: SecondMoment) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    return lambda module, args, kwargs: moment.add(_first(args, kwargs))
+
+
+def progress_bar(items: Sequence[T], title: str, shown: bool, unit: str = "layer") -> Iterator[T]:
+    """The items, counted on stderr."""
     if not shown:
-        return iter(sites)
+        return iter(items)
     from tqdm import tqdm
 
-    return iter(tqdm(sites, desc=title, unit="layer"))
+    return iter(tqdm(items, desc=title, unit=unit))
 
 
 def held_out_loss(model: nn.Module, token_ids: Tensor | Sequence[Tensor], name: str = "evaluation") -> float:

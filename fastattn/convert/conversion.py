@@ -108,7 +108,7 @@ def to_low_rank_(
     originals = {site: site.attention for site in chosen}
     try:
         for site in chosen:
-            site.parent.self_attn = replaced[site.name]
+            site.parent.self_attn = replaced[site.name].train(site.attention.training)
         _record(model, replaced)
         loss_after = None if evaluation is None else held_out_loss(model, evaluation)
     except BaseException:
@@ -266,7 +266,7 @@ def _convert_layers(
         if walk is not None and sequential:
             with _in_place(site, attention):
                 walk.advance(site.index)
-        replaced[site.name] = attention.train(site.attention.training)
+        replaced[site.name] = attention
         rows.append(row)
     return replaced, rows
 
