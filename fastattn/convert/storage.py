@@ -1,0 +1,139 @@
+"""Converted models on disk: a folder like transformers' own, swapped in whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.convert.attention import ConvertedAttention
+from fastattn.convert.conversion import CONFIG_ENTRY
+from fastattn.convert.families import decoder_of, fresh_rotary
+
+WEIGHTS = "low_rank.safetensors"
+
+
+def save_low_rank(model: nn.Module, path: str | Path) -> None:
+    """Write a converted model to the folder ``path``: ``config.json`` with an entry of its attention, and the weights.
+
+    The weights are called ``low_rank.safetensors``, so that ``from_pretrained`` refuses the folder instead of filling
+    the projections it misses with random numbers. The folder is written beside ``path`` and renamed: what is there is
+    the old model or the new one, never a mixture.
+
+    Raises:
+        ValueError: the model is not a converted one.
+    """
+    from safetensors.torch import save_file
+
+    config = _converted_config(model)
+    with replaced_folder(Path(path)) as draft:
+        config.save_pretrained(draft)
+        generation = getattr(model, "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(draft)
+        save_file(untied(model.state_dict()), draft / WEIGHTS, metadata={"format": "pt"})
+
+
+def load_low_rank(path: str | Path, *, device: torch.device | str | None = None) -> Any:
+    """The model that :func:`save_low_rank` wrote, in evaluation mode and the dtype it was saved in.
+
+    Raises:
+        ValueError: no such model there, or weights that do not fit its configuration.
+    """
+    import transformers
+    from safetensors.torch import load_file
+
+    folder = Path(path)
+    if not (folder / WEIGHTS).exists():
+        raise ValueError(f"path must be a folder written by save_low_rank, got {folder}")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    entry = getattr(config, CONFIG_ENTRY, None)
+    if not isinstance(entry, dict) or entry.get("version") != 1:
+        raise ValueError(f"config.json must have an entry {CONFIG_ENTRY} of version 1, got {entry!r}")
+    state = load_file(folder / WEIGHTS)
+    model = build_converted(config, entry["layers"], state)
+    if (folder / "generation_config.json").exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model.to(device or torch.get_default_device()).eval()
+
+
+def build_converted(config: Any, layers: dict[str, dict[str, Any]], state: dict[str, Tensor]) -> Any:
+    """A model of ``config`` with the attention in ``layers`` converted, holding the tensors of ``state``."""
+    import transformers
+
+    architecture = (config.architectures or [None])[0]
+    model_class = getattr(transformers, str(architecture), None)
+    if model_class is None:
+        raise ValueError(f"config.json must name an architecture of transformers, got {architecture!r}")
+    with torch.device("meta"):
+        model: Any = model_class(config)
+    for name, arguments in layers.items():
+        parent_name, _, child = name.rpartition(".")
+        parent, frequencies = model.get_submodule(parent_name), state.get(f"{name}.inv_freq")
+        if frequencies is None:
+            raise ValueError(f"weights must hold {name}.inv_freq, which they lack")
+        index = int(parent_name.rpartition(".")[2])
+        attention = ConvertedAttention(**arguments, inv_freq=frequencies, layer_idx=index, device="meta")
+        setattr(parent, child, attention)
+    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    decoder_of(model).rotary_emb = fresh_rotary(decoder_of(model))
+    empty = [key for key, value in [*model.named_parameters(), *model.named_buffers()] if value.is_meta]
+    if empty or unexpected:
+        raise ValueError(f"weights must fit the configuration, got missing {empty or missing}, unknown {unexpected}")
+    return model
+
+
+def untied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``state`` with each storage once (tied embeddings), contiguous, on the CPU."""
+    seen: set[tuple[Any, ...]] = set()
+    kept: dict[str, Tensor] = {}
+    for name, value in state.items():
+        key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if key in seen and value.numel():
+            continue
+        seen.add(key)
+        kept[name] = value.detach().cpu().contiguous()
+    return kept
+
+
+@contextmanager
+def replaced_folder(path: Path) -> Iterator[Path]:
+    """A folder to write to, which takes the place of ``path`` when the context ends well and vanishes otherwise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    old = draft.with_name(draft.name + "-old")
+    try:
+        yield draft
+        draft.chmod(0o755)
+        if path.exists():
+            os.replace(path, old)
+        try:
+            os.replace(draft, path)
+        except BaseException:
+            if old.exists():
+                os.replace(old, path)
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _converted_config(model: nn.Module) -> Any:
+    """The model's configuration, its entry brought up to what the attention modules are now."""
+    config: Any = getattr(model, "config", None)
+    layers = {
+        name: module.arguments() for name, module in model.named_modules() if isinstance(module, ConvertedAttention)
+    }
+    if config is None or not layers:
+        raise ValueError(f"model must be converted by to_low_rank_, got {type(model).__name__} without such attention")
+    setattr(config, CONFIG_ENTRY, {"version": 1, "layers": layers})
+    config.architectures = [type(model).__name__]
+    return config

@@ -1,0 +1,176 @@
+"""Converted models on disk, and in DeepSeek-V3's layout."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from fastattn import LowRankConfig, to_low_rank_
+from fastattn.convert import add_latent_norm_, export_deepseek_v3, load_low_rank, save_low_rank
+from fastattn.convert.attention import ConvertedAttention
+from fastattn.convert.families import fresh_rotary
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+pytestmark = pytest.mark.transformers
+
+from tests._helpers.tiny_models import logits, tiny_model, token_ids  # noqa: E402
+
+
+def converted(family: str, config: LowRankConfig | None = None, **changes):
+    model = tiny_model(family, **changes)
+    config = config or LowRankConfig(kv_lora_rank=12, q_lora_rank=24, qk_rope_head_dim=8)
+    to_low_rank_(model, config, token_ids(3, 60), progress=False)
+    return model
+
+
+def with_latent_norm(model, *, frequencies: bool = True):
+    """The model with a norm on its latents, as training would leave it: norm weights that are not one."""
+    generator = torch.Generator().manual_seed(7)
+    for index, layer in enumerate(model.model.layers):
+        old = layer.self_attn
+        inv_freq = old.inv_freq if frequencies else torch.rand(old.inv_freq.shape, generator=generator)
+        new = ConvertedAttention(**(old.arguments() | {"latent_norm": True}), inv_freq=inv_freq, layer_idx=index)
+        new.load_state_dict(old.state_dict() | {"inv_freq": inv_freq}, strict=False)
+        for name in ("kv_a_layernorm", "q_a_layernorm"):
+            norm = getattr(new, name, None)
+            if norm is not None:
+                norm.weight.data = 1 + 0.3 * torch.randn(norm.weight.shape, generator=generator)
+        layer.self_attn = new.eval()
+    return model
+
+
+EVEN = {"rope_selection": "uniform", "freq_fold": 2, "qk_rope_head_dim": 8}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3-partial-rotary", "llama-yarn"])
+def test_round_trip_gives_the_same_logits_and_tokens(family, tmp_path):
+    model, ids = converted(family), token_ids(2, 20, seed=1)
+    model.generation_config.eos_token_id = None
+    save_low_rank(model, tmp_path / "model")
+    loaded = load_low_rank(tmp_path / "model")
+    assert type(loaded) is type(model)
+    assert not loaded.training
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+    options = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(loaded.generate(ids, **options), model.generate(ids, **options))
+
+
+def test_round_trip_of_tied_embeddings_mixed_layers_ranks_and_half_precision(tmp_path):
+    config = LowRankConfig(kv_lora_rank=None, qk_rope_head_dim=8, kv_rank_budget=30, layers=r"layers\.[01]\.")
+    model = converted("llama", config, tie_word_embeddings=True, num_hidden_layers=3, dtype=torch.bfloat16)
+    # a cast rounds the tables that the unconverted layer rotates with; loading makes them anew
+    model.model.rotary_emb = fresh_rotary(model.model)
+    save_low_rank(model, tmp_path)
+    loaded, ids = load_low_rank(tmp_path), token_ids(1, 20, seed=1)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+    assert loaded.config.fastattn_low_rank["layers"].keys() == {f"model.layers.{i}.self_attn" for i in (0, 1)}
+
+
+def test_folder_is_the_old_model_or_the_new_one(tmp_path, monkeypatch):
+    first, second = converted("llama"), converted("llama", seed=1)
+    save_low_rank(first, tmp_path / "model")
+    ids = token_ids(1, 20, seed=1)
+
+    def fail(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("safetensors.torch.save_file", fail)
+        with pytest.raises(KeyboardInterrupt):
+            save_low_rank(second, tmp_path / "model")
+    assert torch.equal(logits(load_low_rank(tmp_path / "model"), ids), logits(first, ids))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+    save_low_rank(second, tmp_path / "model")
+    assert torch.equal(logits(load_low_rank(tmp_path / "model"), ids), logits(second, ids))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_from_pretrained_refuses_the_folder_instead_of_filling_in_random_weights(tmp_path):
+    save_low_rank(converted("llama"), tmp_path)
+    with pytest.raises(OSError, match="safetensors"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_saving_an_unconverted_model_and_loading_another_folder(tmp_path):
+    with pytest.raises(ValueError, match="must be converted"):
+        save_low_rank(tiny_model("llama"), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    tiny_model("llama").save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match="written by save_low_rank"):
+        load_low_rank(tmp_path / "plain")
+
+
+def test_loading_weights_that_do_not_fit_the_configuration(tmp_path):
+    save_low_rank(converted("llama"), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["num_hidden_layers"] = 3
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="weights must fit the configuration"):
+        load_low_rank(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"q_lora_rank": 24}),
+        ("llama-mha", {}),
+        ("mistral", {"tie_word_embeddings": True}),
+        ("qwen2", {"q_lora_rank": 40}),
+        ("phi3", {}),
+    ],
+)
+def test_export_gives_the_same_tokens_as_deepseek_v3(family, options, tmp_path):
+    changes = {name: options.pop(name) for name in ("tie_word_embeddings",) if name in options}
+    model = with_latent_norm(converted(family, LowRankConfig(kv_lora_rank=12, **EVEN, **options), **changes))
+    export_deepseek_v3(model, tmp_path)
+    theirs, info = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ids = token_ids(2, 30, seed=1)
+    torch.testing.assert_close(logits(theirs.eval(), ids), logits(model, ids), rtol=1e-4, atol=1e-4)
+    tokens = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(theirs.generate(ids, **tokens), model.generate(ids, **tokens))
+
+
+def test_export_says_what_the_layout_cannot_hold(tmp_path):
+    def refuse(model, message):
+        with pytest.raises(ValueError, match=message):
+            export_deepseek_v3(model, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    even = LowRankConfig(kv_lora_rank=12, **EVEN)
+    refuse(tiny_model("llama"), "layer 0 must be LowRankAttention")
+    refuse(converted("llama", even), "latent_norm=False: .* untuned converted model")
+    refuse(with_latent_norm(converted("llama", even), frequencies=False), "evenly spaced")
+    refuse(with_latent_norm(converted("qwen2", even)), "bias on the query's heads")
+    budget = LowRankConfig(kv_lora_rank=None, kv_rank_budget=25, **EVEN)
+    refuse(with_latent_norm(converted("llama", budget)), "one shape")
+
+
+def test_added_norms_start_near_the_converted_model_and_export(tmp_path):
+    """The fit undoes the norms where every token's latent has the same size."""
+    model, ids = converted("llama", LowRankConfig(kv_lora_rank=12, q_lora_rank=24, **EVEN)), token_ids(3, 60)
+    inputs = {}
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.kv_a_proj_with_mqa.register_forward_hook(
+            lambda module, args, output, index=index: inputs.__setitem__(index, output[..., :12])
+        )
+    logits(model, ids)
+    plain = dict(inputs)
+    add_latent_norm_(model, ids)
+    logits(model, ids)
+    first = model.model.layers[0].self_attn
+    fitted = first.kv_a_layernorm(inputs[0]).detach()
+    error = float((fitted - plain[0]).norm() / plain[0].norm())
+    unfitted = float((fitted / first.kv_a_layernorm.weight - plain[0]).norm() / plain[0].norm())
+    assert error < 0.5
+    assert error < unfitted
+    export_deepseek_v3(model, tmp_path)
+    theirs = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(logits(theirs, ids), logits(model, ids), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="without norms"):
+        add_latent_norm_(model, ids)
