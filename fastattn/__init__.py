@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastattn import ops
     from fastattn.advice import Advice, advise
+    from fastattn.convert.config import LowRankConfig
+    from fastattn.convert.conversion import to_low_rank_
     from fastattn.modules.kv_cache import CompressedKVCache
     from fastattn.modules.low_rank import LowRankAttention
     from fastattn.modules.policies import ExpectedAttention, KeyDiff, Knorm, Policy, StreamingLLM
@@ -23,10 +25,12 @@ _EXPORTS = {
     "KeyDiff": "fastattn.modules.policies",
     "Knorm": "fastattn.modules.policies",
     "LowRankAttention": "fastattn.modules.low_rank",
+    "LowRankConfig": "fastattn.convert.config",
     "Policy": "fastattn.modules.policies",
     "Rotary": "fastattn.modules.rotary",
     "StreamingLLM": "fastattn.modules.policies",
     "advise": "fastattn.advice",
+    "to_low_rank_": "fastattn.convert.conversion",
 }
 _SUBMODULES = ("ops",)
 
@@ -37,11 +41,13 @@ __all__ = [
     "KeyDiff",
     "Knorm",
     "LowRankAttention",
+    "LowRankConfig",
     "Policy",
     "Rotary",
     "StreamingLLM",
     "advise",
     "ops",
+    "to_low_rank_",
 ]
 
 
