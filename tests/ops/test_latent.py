@@ -54,7 +54,7 @@ def test_latent_decode_equals_the_definition(call: tuple[Tensor, Tensor, Tensor,
 
 
 @pytest.mark.parametrize("dtype", draw.FLOAT_DTYPES, ids=str)
-@pytest.mark.parametrize(("batch", "heads", "queries"), [(1, 16, 1), (2, 4, 3), (1, 8, 70)])
+@pytest.mark.parametrize(("batch", "heads", "queries"), [(1, 16, 1), (2, 4, 3), (1, 8, 70), (2, 64, 1), (1, 16, 4)])
 @pytest.mark.parametrize("length", [1025, 2500])
 def test_long_caches(dtype: torch.dtype, batch: int, heads: int, queries: int, length: int) -> None:
     """Several blocks of keys, whose scores grow along the cache; the rank is not a power of two."""

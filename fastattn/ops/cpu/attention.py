@@ -40,11 +40,19 @@ def attention(
 
 
 def attend_range(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, first: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    first: int,
+    scale: float,
 ) -> None:
     """Query ``i`` of ``[B, Hkv, G, Sq, D]`` sees the first ``i + first`` keys; writes into ``out`` and ``lse``.
 
-    Queries that see no key keep what ``out`` and ``lse`` hold.
+    Queries that see no key keep what ``out`` and ``lse`` hold. ``out`` may be narrower than ``value``: it then takes
+    the first columns.
     """
     if query.numel() == 0:
         return
@@ -54,7 +62,7 @@ def attend_range(
         if partial is not None and k0 > 0:  # the square after the keys before it: the same queries
             result = _flash.merge(*partial, *result)
         partial = result
-        out[..., q0:q1, :], lse[..., q0:q1] = result
+        out[..., q0:q1, :], lse[..., q0:q1] = result[0][..., : out.shape[4]], result[1]
 
 
 def attention_backward(

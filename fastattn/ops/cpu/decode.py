@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from fastattn.ops.attention import empty_out_and_lse
@@ -15,25 +17,40 @@ def decode_attention(
     out, lse = empty_out_and_lse(query, value.shape[3])
     out.zero_()
     lse.fill_(float("-inf"))
-    batch, kv_heads, capacity, _ = key.shape
-    queries = query.shape[2]
+    kv_heads, capacity = key.shape[1:3]
     grouped_query, grouped_out, grouped_lse = (t.unflatten(1, (kv_heads, -1)) for t in (query, out, lse))
-    valid = lengths.clamp(0, capacity).tolist()
-    blocks: list[tuple[slice, slice, int]]
-    if batch and all(row == valid[0][:1] * kv_heads for row in valid):
-        blocks = [(slice(batch), slice(kv_heads), valid[0][0])]
-    else:
-        blocks = [
-            (slice(b, b + 1), slice(h, h + 1), length) for b, row in enumerate(valid) for h, length in enumerate(row)
-        ]
-    for rows, heads, length in blocks:
+    for rows, heads, length in blocks_of_equal_length(lengths, capacity):
         attend_range(
             grouped_query[rows, heads],
             key[rows, heads, :length],
             value[rows, heads, :length],
             grouped_out[rows, heads],
             grouped_lse[rows, heads],
-            first=length - queries + 1 if causal else length + 1,
+            first=length - query.shape[2] + 1 if causal else length + 1,
             scale=scale,
         )
     return out, lse
+
+
+def blocks_of_equal_length(lengths: Tensor, capacity: int) -> Iterator[tuple[slice, slice, int]]:
+    """Neighbouring rows, else neighbouring heads of a row, with the same number of valid slots; not those with none."""
+    valid = lengths.clamp(0, capacity).tolist()
+    for begin, end in _runs([row if min(row) < max(row) else row[0] for row in valid]):
+        row = valid[begin]
+        if min(row) == max(row):
+            if row[0] > 0:
+                yield slice(begin, end), slice(len(row)), row[0]
+            continue
+        for first, last in _runs(row):
+            if row[first] > 0:
+                for same in range(begin, end):
+                    yield slice(same, same + 1), slice(first, last), row[first]
+
+
+def _runs(values: list) -> Iterator[tuple[int, int]]:
+    """Begin and end of each run of equal neighbours."""
+    begin = 0
+    for index in range(1, len(values) + 1):
+        if index == len(values) or values[index] != values[begin]:
+            yield begin, index
+            begin = index

@@ -5,15 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.ops.cpu.decode import decode_attention
+from fastattn.ops.attention import empty_out_and_lse
+from fastattn.ops.cpu.attention import attend_range
+from fastattn.ops.cpu.decode import blocks_of_equal_length
 
 
 def latent_decode(
     query_latent: Tensor, query_rope: Tensor, cache: Tensor, lengths: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """See :func:`fastattn.ops.latent_decode`."""
-    query = torch.cat([query_latent, query_rope], dim=-1)
-    latent = cache[:, None]
+    rank, queries = query_latent.shape[3], query_latent.shape[2]
+    out, lse = empty_out_and_lse(query_latent, rank)
+    out.zero_()
+    lse.fill_(float("-inf"))
+    query = torch.cat([query_latent, query_rope], dim=-1)[:, None]  # one group of H heads
     # The rope columns ride along as values, which costs less than a copy of the latent without them.
-    out, lse = decode_attention(query, latent, latent, lengths[:, None], scale, causal)
-    return out[..., : query_latent.shape[3]].contiguous(), lse
+    for rows, _, length in blocks_of_equal_length(lengths[:, None], cache.shape[1]):
+        valid = cache[rows, None, :length]
+        attend_range(
+            query[rows],
+            valid,
+            valid,
+            out[rows, None],
+            lse[rows, None],
+            first=length - queries + 1 if causal else length + 1,
+            scale=scale,
+        )
+    return out, lse
