@@ -1,0 +1,191 @@
+"""The transformers ``Cache`` around a :class:`~fastattn.CompressedKVCache`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.integrations.transformers import _versions
+from fastattn.integrations.transformers._attention import new_token_mask
+from fastattn.integrations.transformers._layers import (
+    CarriedCache,
+    CompressedLayer,
+    attend_before,
+    check_arguments,
+)
+from fastattn.integrations.transformers._model import ModelSpec, switch
+from fastattn.modules.kv_cache import CompressedKVCache
+from fastattn.modules.policies import Policy
+
+
+def compressed_cache(
+    model: Any,
+    policy: Policy | str = "key_diff",
+    budget: int = 1024,
+    batch_size: int = 1,
+    interval: int = 128,
+    max_step: int = 1,
+    dtype: torch.dtype | None = None,
+) -> CompressedCache:
+    """A cache for ``model.generate(..., past_key_values=cache)`` and for forward passes of ``model``.
+
+    The first call for a model examines it with a forward pass over four tokens and switches it to the attention
+    function ``"fastattn"``. Calls of the model with another cache, or with none, give what they gave before, to the
+    bit. ``model.set_attn_implementation`` switches it back.
+
+    Served are causal decoders whose attention goes through transformers' attention interface with rotary embeddings
+    (Llama, Mistral, Qwen2, Qwen3, Phi-3 and many others). Sliding-window layers keep transformers' own cache.
+
+    Args:
+        model: a transformers model.
+        policy: a :class:`~fastattn.Policy` or its name, as :class:`~fastattn.CompressedKVCache` takes it.
+        budget: tokens kept per row and head of every full-attention layer.
+        batch_size: rows; with beams or several returned sequences, rows times those.
+        interval: decode steps between two compressions.
+        max_step: most tokens of a call that counts as a decode step. Above 1 the cache is made for assisted decoding:
+            it can be cropped while nothing has been evicted since, and ``generate`` does not compile over it.
+        dtype: of the cache; must be the dtype of the model's keys, which is the default.
+
+    Returns:
+        A transformers ``Cache``; its attribute ``kv`` is the :class:`~fastattn.CompressedKVCache`.
+
+    Raises:
+        TypeError, ValueError: an argument of another type or range, or a model that cannot be served, and why: no
+            rotary embedding, or one whose frequencies change with the length of the text; learned sinks, soft caps,
+            bidirectional or cross-attention; sliding-window layers only; layers that differ, share a cache or are of
+            another kind (convolutions, recurrent states). The model is then as it was.
+    """
+    carrier = switch(model)
+    spec = carrier.spec
+    kv = CompressedKVCache(
+        policy,
+        budget,
+        num_layers=spec.num_compressed,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        v_head_dim=spec.v_head_dim,
+        num_heads=spec.num_heads,
+        batch_size=batch_size,
+        interval=interval,
+        max_step=max_step,
+        rotary=spec.rotary,
+        dtype=spec.dtype if dtype is None else dtype,
+        device=spec.device,
+    )
+    return CompressedCache(kv, spec, carrier.config)
+
+
+class CompressedCache(CarriedCache):
+    """A transformers cache whose full-attention layers are held, within a budget, by :attr:`kv`.
+
+    Sliding-window layers keep transformers' own cache of their window. Made by :func:`compressed_cache`.
+
+    Attributes:
+        kv: the :class:`~fastattn.CompressedKVCache`; its layer ``i`` is the model's ``i``-th full-attention layer.
+    """
+
+    def __init__(self, kv: CompressedKVCache, spec: ModelSpec, config: Any) -> None:
+        self.kv = kv
+        self._config = config
+        self._slots = spec.slots
+        self._last = spec.num_compressed - 1
+        super().__init__(self._new_layers(), spec.signature)
+
+    def attend(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        arguments: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        slot = self._slots[module.layer_idx]
+        if slot is None:
+            return attend_before(module, query, key, value, attention_mask, arguments)
+        check_arguments(arguments)
+        out = self.kv.attend(
+            slot,
+            query,
+            key,
+            value,
+            position_ids=arguments.get("position_ids"),
+            attention_mask=new_token_mask(attention_mask),
+            scale=arguments.get("scaling"),
+        )
+        if slot == self._last:
+            self.entered = False
+        return out.transpose(1, 2).contiguous(), None
+
+    def reset(self) -> None:
+        """Empty the cache, in place."""
+        self.kv.reset()
+        # Sliding layers start anew: transformers 5.2 resets its own to a window full of zeros.
+        self.layers = self._new_layers()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row ``b`` becomes the former row ``beam_idx[b]``."""
+        self.kv.reorder(beam_idx)
+        for layer in self._windows():
+            layer.reorder_cache(beam_idx)
+
+    def crop(self, tokens: int) -> None:
+        """Take back the newest columns, counted as the installed transformers' ``Cache.crop`` counts them.
+
+        Raises:
+            ValueError: a compression has run since, or a sliding window has moved on. Nothing changes then.
+        """
+        removed = _versions.columns_to_crop(int(tokens), int(self.kv.columns))
+        for layer in self._windows():
+            if removed and layer.get_seq_length() >= layer.sliding_window and not getattr(layer, "record_past", False):
+                raise ValueError(
+                    f"cannot take back {removed} columns: a sliding-window layer has let go of what came before"
+                )
+        self.kv.crop(removed)
+        for layer in self._windows():
+            layer.crop(-removed)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices``; the cache then has another batch size."""
+        self._replace(self.kv.select(indices))
+        for layer in self._windows():
+            layer.batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row ``repeats`` times; the cache then has another batch size."""
+        rows = torch.arange(self.batch_size, device=self.kv.device)
+        self._replace(self.kv.select(rows.repeat_interleave(repeats)))
+        for layer in self._windows():
+            layer.batch_repeat_interleave(repeats)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the cache."""
+        return self.kv.batch_size
+
+    @property
+    def has_windows(self) -> bool:
+        """Some layers keep a sliding window."""
+        return None in self._slots
+
+    @property
+    def max_batch_size(self) -> int:
+        return self.batch_size
+
+    def _new_layers(self) -> list[Any]:
+        standard = _versions.standard_layers(self._config)
+        return [
+            layer if slot is None else CompressedLayer(self.kv)
+            for slot, layer in zip(self._slots, standard, strict=True)
+        ]
+
+    def _windows(self) -> list[Any]:
+        return [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]
+
+    def _replace(self, kv: CompressedKVCache) -> None:
+        self.kv = kv
+        for layer in self.layers:
+            if isinstance(layer, CompressedLayer):
+                layer.kv = kv

@@ -1,0 +1,154 @@
+"""What transformers sees of a compressed cache: layers that answer its questions, and the way to the attention call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from fastattn.integrations.transformers._attention import COMPRESSED, previous_attention
+
+if TYPE_CHECKING:
+    from fastattn.modules.kv_cache import CompressedKVCache
+
+# Keyword arguments of an attention call that ask nothing of the attention itself.
+_HARMLESS = frozenset(
+    {
+        "position_ids",
+        "scaling",
+        "use_cache",
+        "cache_position",
+        "position_embeddings",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "logits_to_keep",
+    }
+)
+
+
+class CompressedLayer(CacheLayerMixin):
+    """A full-attention layer whose tokens are in ``kv``, shared by all such layers (None while a model is examined)."""
+
+    is_sliding = False
+
+    def __init__(self, kv: CompressedKVCache | None) -> None:
+        super().__init__()
+        self.kv = kv
+        self.is_initialized = True
+        # `generate` compiles decoding over layers with the first mark and, up to some release, refuses assisted
+        # decoding over them; it asks for the second before assisted decoding. A cache is made for one or the other.
+        self.is_compileable = kv is None or kv.max_step == 1
+        self.is_croppable = not self.is_compileable
+
+    def lazy_initialization(self, *args: Any) -> None:
+        """Nothing: buffers are allocated when the cache is made, so that their addresses never change."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Nothing: the attention function stores the tokens, since it sees the query too."""
+        return key_states, value_states
+
+    def get_seq_length(self) -> Any:
+        """Columns fed so far, padding included."""
+        if self.kv is None:
+            return 0
+        columns = self.kv.columns
+        if columns.device.type == "cpu" and not torch.compiler.is_compiling():
+            return int(columns)
+        return columns.clone()  # the buffer itself would change under the caller's hands
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[Any, int]:
+        """The mark that tells the mask function for whom it works, in place of an offset."""
+        return query_length, COMPRESSED
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+
+class CarriedCache(Cache):
+    """A cache that reaches the attention call by itself, as a keyword argument of the model's forward.
+
+    Attributes:
+        signature: what a model must look like to use it.
+    """
+
+    def __init__(self, layers: list[Any], signature: str) -> None:
+        super().__init__(layers=layers)
+        self.signature = signature
+        self.entered = False  # between a switched model's forward and its last compressed layer
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        layer: Any = self.layers[layer_idx]
+        if not isinstance(layer, CompressedLayer):
+            return layer.update(key_states, value_states, *args, **kwargs)
+        if not self.entered:
+            raise ValueError(
+                "this cache was made for another model: a model takes compressed caches from compressed_cache(model, "
+                f"...) only (made for: {self.signature})"
+            )
+        return key_states, value_states
+
+    def attend(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        arguments: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Serve one attention call; ``arguments`` are its keyword arguments, ``dropout`` among them."""
+        raise NotImplementedError
+
+
+def attend_before(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    arguments: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """The attention that ``module`` had before its model was switched."""
+    return previous_attention(module)(module, query, key, value, attention_mask, **arguments)
+
+
+def check_arguments(arguments: dict[str, Any]) -> None:
+    """Refuse what an attention call asks for and a compressed layer would drop.
+
+    Raises:
+        ValueError: soft caps, learned sinks, dropout, packed sequences, a sliding window, or anything unknown.
+    """
+    for name, value in arguments.items():
+        if name in _HARMLESS or value is None or value is False:
+            continue
+        if name == "dropout":
+            if value == 0:
+                continue
+            raise ValueError(f"dropout must be 0 with a compressed cache, got {value}: call model.eval()")
+        if name == "is_causal" and value is True:
+            continue
+        shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(
+            f"{_REASONS.get(name, 'this argument of the attention call')} is not supported by a compressed cache, "
+            f"got {name}={shown}"
+        )
+
+
+_REASONS = {
+    "s_aux": "a learned attention sink",
+    "softcap": "soft-capping of attention scores",
+    "sliding_window": "a sliding window on a full-attention layer",
+    "output_attentions": "returning attention weights",
+    "head_mask": "a head mask",
+    "cu_seq_lens_q": "a packed batch of sequences",
+    "cu_seq_lens_k": "a packed batch of sequences",
+    "seq_idx": "a packed batch of sequences",
+}

@@ -1,0 +1,312 @@
+"""Examining a model and switching it: which layers can be compressed, how it rotates, and the hook that carries caches.
+
+Nothing about the model is taken for granted that can be seen: a forward pass over four tokens with the same embedding
+shows every attention call it makes, what it passes, and how queries and keys are rotated from one position to another.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fastattn.integrations.transformers import _versions
+from fastattn.integrations.transformers._attention import (
+    CARRIED,
+    MASK_DTYPE,
+    NAME,
+    eager_attention,
+    remember_previous,
+)
+from fastattn.integrations.transformers._layers import CarriedCache, CompressedLayer, check_arguments
+from fastattn.integrations.transformers._rotary import find_rotary, rotation_of
+from fastattn.modules.rotary import Rotary
+
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+_UNSUPPORTED_IMPLEMENTATIONS = ("flash", "flex", "paged", "/")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What a cache for a model must know.
+
+    Attributes:
+        slots: per layer of the model, its index among the full-attention layers, None for a sliding window.
+        num_heads, num_kv_heads, head_dim, v_head_dim: of every full-attention layer.
+        rotary: the model's rotation.
+        dtype, device: of its keys.
+    """
+
+    slots: tuple[int | None, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    rotary: Rotary
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_compressed(self) -> int:
+        return sum(slot is not None for slot in self.slots)
+
+    @property
+    def signature(self) -> str:
+        """Equal for models that can use each other's caches."""
+        pattern = "".join("w" if slot is None else "f" for slot in self.slots)
+        frequencies = zlib.crc32(self.rotary.inv_freq.cpu().numpy().tobytes())
+        return (
+            f"layers {pattern} (f: full, w: window), {self.num_heads} query heads of {self.head_dim} dims, "
+            f"{self.num_kv_heads} key/value heads, value dim {self.v_head_dim}, rotation {self.rotary.extra_repr()} "
+            f"#{frequencies:08x}"
+        )
+
+
+class Carrier:
+    """Forward pre-hook of a model: hands the compressed cache in its arguments on to the attention calls."""
+
+    def __init__(self, decoder: nn.Module, previous: str) -> None:
+        self.argument = _versions.cache_argument(decoder)
+        self.position = _versions.argument_position(decoder, self.argument)
+        self.previous = previous
+        self.config = decoder.config
+        self.signature = ""
+        self.spec: ModelSpec
+        self.fingerprint = 0
+        remember_previous(self.config, previous)
+
+    def __call__(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cache = self._cache(args, kwargs)
+        if not isinstance(cache, CarriedCache):
+            return None
+        if decoder.config._attn_implementation != NAME:
+            raise ValueError(
+                f'the model\'s attention was set to "{decoder.config._attn_implementation}" after its compressed cache '
+                "was made: call compressed_cache again"
+            )
+        if cache.signature != self.signature:
+            raise ValueError(
+                f"this cache was made for another model: expected one for {self.signature}, got one for "
+                f"{cache.signature}"
+            )
+        if kwargs.get("output_attentions") or getattr(decoder.config, "output_attentions", False):
+            raise ValueError("output_attentions=True is not supported by a compressed cache: it forms no weights")
+        if decoder.training and getattr(decoder, "gradient_checkpointing", False):
+            raise ValueError("gradient checkpointing runs layers twice: call model.eval() to use a compressed cache")
+        cache.entered = True
+        kwargs[CARRIED] = cache
+        return args, kwargs
+
+    def _cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for name in _versions.CACHE_ARGUMENTS:
+            if kwargs.get(name) is not None:
+                return kwargs[name]
+        return args[self.position] if len(args) > self.position else None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of copy.deepcopy and pickle
+        self.__dict__.update(state)
+        remember_previous(self.config, self.previous)
+
+
+def switch(model: Any) -> Carrier:
+    """Switch ``model`` to the attention function ``"fastattn"``, unless it is already.
+
+    Raises:
+        TypeError, ValueError: it can't be served; then nothing has changed.
+    """
+    decoder = _find_decoder(model)
+    carrier = next((h for h in decoder._forward_pre_hooks.values() if isinstance(h, Carrier)), None)
+    implementation = decoder.config._attn_implementation
+    fingerprint = _fingerprint(decoder)
+    if carrier is not None and implementation == NAME and carrier.fingerprint == fingerprint:
+        return carrier
+    _check_config(decoder.config)
+    new = carrier is None
+    if carrier is None:
+        carrier = Carrier(decoder, _check_implementation(implementation))
+        handle = decoder.register_forward_pre_hook(carrier, with_kwargs=True)
+    elif implementation != NAME:
+        carrier.previous = _check_implementation(implementation)
+        remember_previous(decoder.config, carrier.previous)
+    try:
+        decoder.config._attn_implementation = NAME
+        carrier.spec = _examine(decoder, carrier)
+    except BaseException:
+        decoder.config._attn_implementation = carrier.previous
+        if new:
+            handle.remove()
+        raise
+    carrier.signature = carrier.spec.signature
+    carrier.fingerprint = fingerprint
+    return carrier
+
+
+def _find_decoder(model: Any) -> Any:
+    if not hasattr(model, "get_decoder") or not hasattr(model, "config"):
+        raise TypeError(f"model must be a transformers model with a decoder, got {type(model).__name__}")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder: its cross-attention is not supported")
+    decoder = model.get_decoder()
+    if not _versions.takes_keywords(decoder):
+        raise ValueError(
+            f"{type(decoder).__name__}.forward takes no further keyword arguments, so its attention does not go "
+            "through transformers' attention interface"
+        )
+    return decoder
+
+
+def _check_implementation(name: str | None) -> str:
+    name = name or "eager"
+    if name == NAME or any(part in name for part in _UNSUPPORTED_IMPLEMENTATIONS):
+        raise ValueError(
+            f'the model uses attn_implementation="{name}", whose inputs are prepared in a way of its own: call '
+            'model.set_attn_implementation("sdpa") first'
+        )
+    if name != "eager" and name not in ALL_ATTENTION_FUNCTIONS:
+        raise ValueError(f'attn_implementation="{name}" is not registered with transformers')
+    return name
+
+
+def _check_config(config: Any) -> None:
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        raise ValueError("the model's attention is bidirectional: a compressed cache serves causal attention only")
+    if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None):
+        raise ValueError("the model has layers that share a cache, which is not supported")
+    others = sorted({str(t) for t in getattr(config, "layer_types", None) or ()} - set(_LAYER_TYPES))
+    if others:
+        raise ValueError(f"the model has layers of type {', '.join(others)}, supported are {', '.join(_LAYER_TYPES)}")
+
+
+def _standard_layers(config: Any) -> list[Any]:
+    layers = _versions.standard_layers(config)
+    for index, layer in enumerate(layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise ValueError(f"layer {index} needs a {type(layer).__name__}, which a compressed cache has not")
+    if all(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers):
+        raise ValueError("the model has sliding-window layers only: their cache is bounded already")
+    return layers
+
+
+def _fingerprint(decoder: nn.Module) -> int:
+    """Changes when modules are replaced, converted to another dtype or moved."""
+    first = next(decoder.parameters(), None)
+    placed = None if first is None else (first.dtype, first.device)
+    return hash((tuple(type(module) for module in decoder.modules()), placed))
+
+
+class _Examination(CarriedCache):
+    """A cache that stores nothing and records the attention calls of a forward pass."""
+
+    def __init__(self, layers: list[Any], signature: str) -> None:
+        super().__init__(
+            [layer if isinstance(layer, DynamicSlidingWindowLayer) else CompressedLayer(None) for layer in layers],
+            signature,
+        )
+        self.calls: dict[int, list[dict[str, Any]]] = {}
+
+    def attend(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        arguments: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        call = {"module": module, "query": query, "key": key, "value": value, "mask": attention_mask, **arguments}
+        self.calls.setdefault(module.layer_idx, []).append(call)
+        if isinstance(self.layers[module.layer_idx], CompressedLayer):
+            check_arguments(arguments)
+        # All zeros: every position then has the same input in the next layer too.
+        rows, heads, tokens, _ = query.shape
+        return query.new_zeros(rows, tokens, heads, value.shape[3]), None
+
+
+def _examine(decoder: Any, carrier: Carrier) -> ModelSpec:
+    config, name = decoder.config, type(decoder).__name__
+    standard = _standard_layers(config)
+    inv_freq, factor = find_rotary(decoder)
+    last = min(1000, getattr(config, "max_position_embeddings", None) or 1000) - 1
+    cache = _Examination(standard, carrier.signature)
+    positions = torch.tensor([[0, 1, min(3, last), last]])
+    _run(decoder, carrier, cache, positions)
+
+    slots: list[int | None] = []
+    full: list[dict[str, Any]] = []
+    for index, layer in enumerate(cache.layers):
+        calls = cache.calls.get(index, [])
+        if len(calls) != 1:
+            raise ValueError(
+                f"layer {index} of {name} made {len(calls)} calls through transformers' attention interface, expected 1"
+            )
+        if carrier.previous == "eager" and eager_attention(calls[0]["module"]) is None:
+            raise ValueError(f'{type(calls[0]["module"]).__name__} has no function for attn_implementation="eager"')
+        slots.append(len(full) if isinstance(layer, CompressedLayer) else None)
+        if isinstance(layer, CompressedLayer):
+            full.append(calls[0])
+            _check_call(f"layer {index} of {name}", calls[0], positions)
+    shapes = {_shape_of(call) for call in full}
+    if len(shapes) > 1:
+        raise ValueError(f"the full-attention layers of {name} differ (heads, dims, dtype, device): {sorted(shapes)}")
+    rotary = rotation_of(full[0]["query"], positions, inv_freq, factor)
+    for call in full:
+        for part in ("query", "key"):
+            if not rotary.explains(call[part], positions):
+                index = call["module"].layer_idx
+                raise ValueError(
+                    f"the {part} of layer {index} of {name} is not rotated as {rotary.rotary}, which its rotary "
+                    "embedding stands for: layers without rotary embedding are not supported"
+                )
+    query, key, value = full[0]["query"], full[0]["key"], full[0]["value"]
+    return ModelSpec(
+        slots=tuple(slots),
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim=key.shape[3],
+        v_head_dim=value.shape[3],
+        rotary=rotary.rotary,
+        dtype=key.dtype,
+        device=key.device,
+    )
+
+
+def _run(decoder: Any, carrier: Carrier, cache: _Examination, positions: Tensor) -> None:
+    """A forward pass over tokens that differ in their position only, with the model in evaluation mode."""
+    embedding = decoder.get_input_embeddings().weight
+    generator = torch.Generator().manual_seed(0)
+    embeds = torch.randn(1, 1, decoder.config.hidden_size, generator=generator)
+    dtype = embedding.dtype if embedding.is_floating_point() else torch.get_default_dtype()
+    embeds = embeds.expand(-1, positions.shape[1], -1).to(embedding.device, dtype)
+    training = [module for module in decoder.modules() if module.training]
+    decoder.eval()
+    try:
+        with torch.no_grad():
+            decoder(
+                inputs_embeds=embeds,
+                position_ids=positions.to(embedding.device),
+                use_cache=True,
+                **{carrier.argument: cache},
+            )
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _shape_of(call: dict[str, Any]) -> tuple[Any, ...]:
+    key = call["key"]
+    return call["query"].shape[1], key.shape[1], key.shape[3], call["value"].shape[3], str(key.dtype), str(key.device)
+
+
+def _check_call(layer: str, call: dict[str, Any], positions: Tensor) -> None:
+    module, seen = call["module"], call.get("position_ids")
+    if not getattr(module, "is_causal", True):
+        raise ValueError(f"{layer} is not causal: a compressed cache serves causal attention only")
+    if call["mask"] is None or call["mask"].dtype != MASK_DTYPE:
+        raise ValueError(f"{layer} makes its attention mask itself, without transformers' mask interface")
+    if seen is None or seen.shape != positions.shape or not torch.equal(seen.cpu(), positions):
+        raise ValueError(f"{layer} does not pass position_ids [batch, tokens] on to its attention call")

@@ -1,0 +1,86 @@
+"""A model's rotary embedding as a :class:`~fastattn.Rotary`, checked against the queries and keys it produces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.modules.rotary import Rotary
+
+# Types whose frequencies do not depend on how long the text is.
+_FIXED = ("default", "linear", "yarn", "llama3", "proportional")
+# How far a rotated vector may be from the expected one, relative to the largest entry. cos and sin are rounded to the
+# model's dtype before they are used.
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def find_rotary(decoder: nn.Module) -> tuple[Tensor, float]:
+    """Frequencies and attention factor of the full-attention layers' rotary embedding.
+
+    Raises:
+        ValueError: there is none, there are several, or its frequencies change with the length of the text.
+    """
+    name = type(decoder).__name__
+    found = [r for module in decoder.modules() if (r := _read(module)) is not None]
+    if not found:
+        raise ValueError(f"{name} has no rotary embedding: a compressed cache needs one (a module with inv_freq)")
+    inv_freq, factor, rope_type = found[0]
+    for other in found[1:]:
+        if other[1:] != found[0][1:] or not torch.equal(other[0].cpu(), inv_freq.cpu()):
+            raise ValueError(f"{name} has several rotary embeddings, which differ from each other")
+    if rope_type not in _FIXED:
+        raise ValueError(
+            f'the model\'s rotary embedding is of type "{rope_type}", whose frequencies may change with the length of '
+            f"the text, so that cached keys would be rotated with old ones; supported are {', '.join(_FIXED)}"
+        )
+    return inv_freq, factor
+
+
+def _read(module: Any) -> tuple[Tensor, float, str] | None:
+    """Frequencies, factor and type of ``module``, None if it is no rotary embedding."""
+    prefix = "" if hasattr(module, "inv_freq") else "full_attention_"  # models with one embedding per layer type
+    inv_freq = getattr(module, f"{prefix}inv_freq", None)
+    if not isinstance(inv_freq, Tensor):
+        return None
+    rope_type = getattr(module, "rope_type", "default")
+    if isinstance(rope_type, dict):
+        rope_type = rope_type["full_attention"]
+    return inv_freq, float(getattr(module, f"{prefix}attention_scaling", 1.0)), rope_type
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A :class:`~fastattn.Rotary` and the rounding of the model that it was found in."""
+
+    rotary: Rotary
+    tolerance: float
+
+    def explains(self, rotated: Tensor, positions: Tensor) -> bool:
+        """``rotated [1, H, T, D]``, one vector at ``positions [1, T]`` (the first is 0), is rotated by this."""
+        wide = rotated.to(torch.float32)
+        offsets = positions.to(rotated.device)
+        expected = self.rotary.shift(wide[:, :, :1].expand_as(wide), offsets)
+        return bool((wide - expected).abs().max() <= self.tolerance * wide.abs().max())
+
+
+def rotation_of(rotated: Tensor, positions: Tensor, inv_freq: Tensor, factor: float) -> Rotation:
+    """Which dims are rotated and how they pair, found from ``rotated [1, H, T, D]``, one vector at several positions.
+
+    Where nothing fits, the most common layout is returned, and :meth:`Rotation.explains` says so.
+    """
+    dims = 2 * inv_freq.shape[0]
+    last = max(rotated.shape[3] - dims, 0)
+    candidates = [
+        Rotation(
+            Rotary(inv_freq.to(rotated.device), interleave=interleave, attention_factor=factor, start=start),
+            _TOLERANCE.get(rotated.dtype, 1e-4),
+        )
+        for start in sorted({0, last})
+        for interleave in (False, True)
+    ]
+    if dims > rotated.shape[3]:
+        raise ValueError(f"the rotary embedding turns {dims} dims, the model's queries have {rotated.shape[3]}")
+    return next((c for c in candidates if c.explains(rotated, positions)), candidates[0])
