@@ -2,6 +2,7 @@
 
 Nothing here uses fastattn. Rotations are explicit matrices, averages explicit means over positions. Keys are
 ``[T, D]``, values ``[T, Dv]``, positions int ``[T]``, queries before rotation ``[G, N, D]``; all of them valid.
+``dtype=torch.float32`` gives the same computation in plain float32: its distance is what float32 costs.
 """
 
 from __future__ import annotations
@@ -41,21 +42,25 @@ def mean_rotation(next_position: int, n_future: int, dim: int, inv_freq: Tensor,
     return rotations(ahead, dim, inv_freq, **rotary).mean(0)  # type: ignore[arg-type]
 
 
-def knorm(keys: Tensor) -> Tensor:
+def knorm(keys: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """Minus the norm."""
-    return -(keys.double() ** 2).sum(1).sqrt()
+    return -_norm(keys.to(dtype))
 
 
-def key_diff(keys: Tensor) -> Tensor:
+def key_diff(keys: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """Minus the cosine to the mean of the normalized keys; the cosine with a zero vector is 0."""
-    units = [_unit(key) for key in keys.double()]
-    anchor = _unit(torch.stack(units).sum(0) / len(units))
-    return torch.stack([-(unit * anchor).sum() for unit in units])
+    units = _unit(keys.to(dtype))
+    anchor = _unit(units.sum(0) / units.shape[0])
+    return -(units * anchor).sum(1)
 
 
-def _unit(vector: Tensor) -> Tensor:
-    norm = math.sqrt(float((vector**2).sum()))
-    return vector / norm if norm > 0 else torch.zeros_like(vector)
+def _norm(vectors: Tensor) -> Tensor:
+    return (vectors**2).sum(-1).sqrt()
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    norm = _norm(vectors)[..., None]
+    return torch.where(norm > 0, vectors / norm, 0.0)
 
 
 def streaming_llm(positions: Tensor, n_sink: int = 4) -> Tensor:
@@ -89,6 +94,7 @@ def expected_attention(
     use_value_norm: bool = True,
     use_covariance: bool = True,
     n_future: int = 512,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """Attention expected of the next ``n_future`` positions, times the value's norm; sinks +inf.
 
@@ -98,21 +104,21 @@ def expected_attention(
         inv_freq: ``[m]``; ``interleave``, ``start`` and ``attention_factor`` as in :func:`rotations`.
         scale: of the attention's softmax; ``D ** -0.5`` by default.
     """
-    keys, values = keys.double(), values.double()
+    keys, values = keys.to(dtype), values.to(dtype)
     dim = keys.shape[1]
     scale = dim**-0.5 if scale is None else scale
-    samples = queries.double()[:, query_positions >= n_sink]
+    samples = queries.to(dtype)[:, query_positions >= n_sink]
     if samples.shape[1] == 0:
         return streaming_llm(positions, n_sink)
     scored = positions >= n_sink
-    scores = torch.full(positions.shape, torch.inf, dtype=torch.float64)
+    scores = torch.full(positions.shape, torch.inf, dtype=dtype)
     if not scored.any():
         return scores
     turn = mean_rotation(
         next_position, n_future, dim, inv_freq, interleave=interleave, start=start, attention_factor=attention_factor
-    )
+    ).to(dtype)
     keys, values = keys[scored], values[scored]
-    expected = torch.zeros(keys.shape[0], dtype=torch.float64)
+    expected = torch.zeros(keys.shape[0], dtype=dtype)
     for head in samples:
         mean = head.mean(0)
         z = scale * (keys @ (turn @ mean))
@@ -122,7 +128,7 @@ def expected_attention(
             z = z + scale**2 / 2 * torch.einsum("td,de,te->t", keys, ahead, keys)
         expected += torch.softmax(z, 0) / samples.shape[0]
     if use_value_norm:
-        expected = (expected + epsilon) * (values**2).sum(1).sqrt()
+        expected = (expected + epsilon) * _norm(values)
     scores[scored] = expected
     return scores
 
