@@ -24,10 +24,12 @@ CARRIED = "fastattn_cache"  # the keyword argument that carries a cache from the
 # A compressed layer reports this as the offset of its keys. transformers hands the offset to the mask function as it
 # is: that is how the mask function, which never sees the cache, learns for whom it works.
 COMPRESSED = -1
-# Masks for compressed layers are [B, 1, 1, T], True where the new token is real, or empty if all are. They are
-# recognized by this dtype, which no other mask has: 4-D so that transformers passes them on, uint8 so that neither a
-# caller's mask is taken for one of them nor one of them for a caller's.
+# Masks for compressed layers are [B, 1, 1, T], True where the new token is real. They are recognized by this dtype,
+# which no other mask has: 4-D so that transformers passes them on, uint8 so that neither a caller's mask is taken for
+# one of them nor one of them for a caller's. Two shapes have a meaning of their own.
 MASK_DTYPE = torch.uint8
+_ALL_REAL = (1, 1, 1, 0)
+_UNSUPPORTED = (0, 1, 1, 1)
 
 # id(config) -> the implementation before the switch. By identity, since configs compare by value and cannot be
 # hashed, and not as an attribute of the config, which would be written into config.json.
@@ -99,14 +101,12 @@ def mask_function(**arguments: Any) -> Any:
     if not _is_compressed(arguments["kv_offset"]):
         return _previous_mask(arguments)
     if arguments["mask_function"] is not causal_mask_function:
-        raise ValueError(
-            "a compressed cache serves causal attention: bidirectional, packed, sliding, chunked or block masks, as "
-            "asked for by this call, are not supported on its layers"
-        )
+        # Not an error yet: some models ask for a sliding mask whether or not a layer uses it.
+        return torch.empty(_UNSUPPORTED, dtype=MASK_DTYPE)
     columns = _versions.query_columns(arguments)
     mask = arguments["attention_mask"]
     if mask is None:
-        return torch.empty(1, 1, 1, 0, dtype=MASK_DTYPE)
+        return torch.empty(_ALL_REAL, dtype=MASK_DTYPE)
     if mask.dim() != 2 or mask.shape[1] < columns:
         raise ValueError(
             f"attention_mask must be [batch, columns] with at least the {columns} new columns, got {list(mask.shape)}"
@@ -114,7 +114,7 @@ def mask_function(**arguments: Any) -> Any:
     # A copy: the slice's stride grows with the text, and a compiled graph would see a new one every step.
     real = mask[:, mask.shape[1] - columns :].to(torch.bool).clone(memory_format=torch.contiguous_format)
     if real.device.type == "cpu" and not torch.compiler.is_compiling() and bool(real.all()):
-        return torch.empty(1, 1, 1, 0, dtype=MASK_DTYPE)
+        return torch.empty(_ALL_REAL, dtype=MASK_DTYPE)
     return real.view(MASK_DTYPE)[:, None, None, :]
 
 
@@ -122,7 +122,7 @@ def new_token_mask(attention_mask: Tensor | None) -> Tensor | None:
     """bool ``[B, T]`` from what :func:`mask_function` made, None if every new token is real.
 
     Raises:
-        ValueError: the mask is somebody else's.
+        ValueError: the mask is somebody else's, or of a kind that is not supported.
     """
     if attention_mask is None:
         return None
@@ -131,7 +131,12 @@ def new_token_mask(attention_mask: Tensor | None) -> Tensor | None:
             "attention_mask must be [batch, columns] for a compressed cache, which keeps no fixed relation between "
             f"slots and columns; got a prepared mask {list(attention_mask.shape)} ({attention_mask.dtype})"
         )
-    if attention_mask.shape[-1] == 0:
+    if attention_mask.shape[0] == 0:
+        raise ValueError(
+            "a compressed cache serves causal attention: a bidirectional, packed, sliding, chunked or block mask, as "
+            "asked for by this call, is not supported on its layers"
+        )
+    if attention_mask.shape[3] == 0:
         return None
     return attention_mask.view(torch.bool)[:, 0, 0]
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from fastattn.integrations.transformers import _versions
 from fastattn.integrations.transformers._attention import COMPRESSED, previous_attention
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: Any) -> tuple[Any, int]:
         """The mark that tells the mask function for whom it works, in place of an offset."""
-        return query_length, COMPRESSED
+        return _versions.query_length(query_length), COMPRESSED
 
     def get_max_length(self) -> int:
         return -1

@@ -18,9 +18,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fastattn.integrations.transformers import _versions
 from fastattn.integrations.transformers._attention import (
     CARRIED,
-    MASK_DTYPE,
     NAME,
     eager_attention,
+    new_token_mask,
     remember_previous,
 )
 from fastattn.integrations.transformers._layers import CarriedCache, CompressedLayer, check_arguments
@@ -222,6 +222,7 @@ class _Examination(CarriedCache):
         self.calls.setdefault(module.layer_idx, []).append(call)
         if isinstance(self.layers[module.layer_idx], CompressedLayer):
             check_arguments(arguments)
+            new_token_mask(attention_mask)
         # All zeros: every position then has the same input in the next layer too.
         rows, heads, tokens, _ = query.shape
         return query.new_zeros(rows, tokens, heads, value.shape[3]), None
@@ -306,7 +307,7 @@ def _check_call(layer: str, call: dict[str, Any], positions: Tensor) -> None:
     module, seen = call["module"], call.get("position_ids")
     if not getattr(module, "is_causal", True):
         raise ValueError(f"{layer} is not causal: a compressed cache serves causal attention only")
-    if call["mask"] is None or call["mask"].dtype != MASK_DTYPE:
+    if call["mask"] is None:
         raise ValueError(f"{layer} makes its attention mask itself, without transformers' mask interface")
     if seen is None or seen.shape != positions.shape or not torch.equal(seen.cpu(), positions):
         raise ValueError(f"{layer} does not pass position_ids [batch, tokens] on to its attention call")

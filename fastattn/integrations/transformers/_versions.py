@@ -32,6 +32,11 @@ def query_columns(mask_arguments: dict[str, Any]) -> int:
     return mask_arguments["cache_position"].shape[0]
 
 
+def query_length(asked: Any) -> int:
+    """The argument of ``get_mask_sizes``: a number, or the positions of the new columns (5.2)."""
+    return asked if isinstance(asked, int) else asked.shape[0]
+
+
 def columns_to_crop(tokens: int, columns: int) -> int:
     """How many columns ``Cache.crop(tokens)`` takes back.
 
