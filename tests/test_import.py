@@ -66,10 +66,13 @@ def test_import_without_triton_and_transformers() -> None:
                 blocked.append(name)
         key = torch.randn(1, 2, 3, 8)
         out = fastattn.ops.score_knorm(key, torch.full((1, 2), 3, dtype=torch.int32))
-        print(json.dumps({"blocked": blocked, "error": (out + key.norm(dim=-1)).abs().max().item()}))
+        exported = [type(getattr(fastattn, name)).__name__ for name in fastattn.__all__]
+        error = (out + key.norm(dim=-1)).abs().max().item()
+        print(json.dumps({"blocked": blocked, "exported": exported, "error": error}))
         """)
     )
     assert found["blocked"] == ["triton", "transformers"]
+    assert len(found["exported"]) > 5
     assert found["error"] < 1e-5
 
 
@@ -107,6 +110,8 @@ def test_import_changes_no_global_state() -> None:
         before = snapshot()
         import fastattn
         import fastattn.ops
+        for name in fastattn.__all__:
+            getattr(fastattn, name)
         after = snapshot()
         print(json.dumps({"changed": [key for key in before if before[key] != after[key]]}))
     """)
@@ -124,6 +129,8 @@ def test_import_leaves_compiler_configuration_alone() -> None:
         before = snapshot()
         import fastattn
         import fastattn.ops
+        for name in fastattn.__all__:
+            getattr(fastattn, name)
         print(json.dumps({"same": snapshot() == before}))
     """)
     assert found["same"]
