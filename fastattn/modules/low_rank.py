@@ -184,12 +184,7 @@ class LowRankAttention(nn.Module):
         if position_ids is None:
             position_ids = self._default_positions(batch, tokens, attention_mask, cache, hidden_states.device)
 
-        new = paths.Projected(
-            *self._queries(hidden_states, position_ids),
-            *self._latents(hidden_states, position_ids),
-            position_ids,
-            attention_mask,
-        )
+        new = self._project(hidden_states, position_ids, attention_mask)
         if absorb is None:  # static, so that a compiled graph and eager mode choose alike
             absorb = cache is not None and (
                 absorbs(tokens, self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim) or cache.policy.rerotate
@@ -200,6 +195,10 @@ class LowRankAttention(nn.Module):
             check.check_no_grad(new.query_rope, new.latent)
             out = (paths.absorbed_over_cache if absorb else paths.expanded_over_cache)(self, new, cache, layer)
         return self.o_proj(rearrange(out, "b h t d -> b t (h d)"))
+
+    def _project(self, hidden_states: Tensor, position_ids: Tensor, mask: Tensor | None) -> paths.Projected:
+        queries = self._queries(hidden_states, position_ids)
+        return paths.Projected(*queries, *self._latents(hidden_states, position_ids), position_ids, mask)
 
     def _queries(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """``[B, H, T, dn]`` and, rotated, ``[B, H, T, dr]``."""
@@ -264,15 +263,24 @@ class LowRankAttention(nn.Module):
             batch_size=batch_size,
             interval=interval,
             max_step=max_step,
-            rotary=Rotary(
-                self.inv_freq,
-                interleave=self.rotary.interleave,
-                attention_factor=self.rotary.attention_factor,
-                start=self.kv_lora_rank,
-            ),
+            rotary=self.latent_rotary(),
             dtype=dtype or check.float_dtype(self.kv_a_proj_with_mqa) or torch.get_default_dtype(),
             device=device or self.inv_freq.device,
         )
+
+    def latent_rotary(self) -> Rotary:
+        """The rotation of a latent cache's rows ``[latent | rope key]``."""
+        return Rotary(
+            self.inv_freq,
+            interleave=self.rotary.interleave,
+            attention_factor=self.rotary.attention_factor,
+            start=self.kv_lora_rank,
+        )
+
+    def latent_query_and_key(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Absorbed queries ``[B, H, T, R + dr]`` and the keys ``[B, 1, T, R + dr]`` that a latent cache stores."""
+        new = self._project(hidden_states, position_ids, None)
+        return paths.absorb(self, new)[0], new.latent_key
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)

@@ -57,7 +57,7 @@ def expanded(module: LowRankAttention, new: Projected, causal: bool) -> Tensor:
 
 def absorbed(module: LowRankAttention, new: Projected, causal: bool) -> Tensor:
     """The same over one key/value head of ``R + dr`` dims, whose value is the latent."""
-    query, value_up = _absorb(module, new)
+    query, value_up = absorb(module, new)
     start, end = new.span()
     value = new.latent[:, None]
     out = attention(query, new.latent_key, value, causal=causal, scale=module.scale, key_start=start, lengths=end)
@@ -67,7 +67,7 @@ def absorbed(module: LowRankAttention, new: Projected, causal: bool) -> Tensor:
 
 def absorbed_over_cache(module: LowRankAttention, new: Projected, cache: CompressedKVCache, layer: int) -> Tensor:
     """Decoding: the cache attends, appends and compresses."""
-    query, value_up = _absorb(module, new)
+    query, value_up = absorb(module, new)
     out = cache.attend(
         layer,
         query,
@@ -96,7 +96,7 @@ def expanded_over_cache(module: LowRankAttention, new: Projected, cache: Compres
         parts.append(_part(query, key, value, module.scale, valid))
     outs, lses = zip(*parts, strict=True)
     out = outs[0] if len(parts) == 1 else merge_attention(outs, lses)[0]
-    seen_by_policy = _absorb(module, new)[0] if cache.needs_queries else None
+    seen_by_policy = absorb(module, new)[0] if cache.needs_queries else None
     cache.update(
         layer,
         seen_by_policy,
@@ -126,7 +126,7 @@ def _expand(module: LowRankAttention, latent: Tensor, rope_key: Tensor) -> tuple
     return absorbing.expand_latent(module.kv_b_proj, latent, rope_key, module.num_heads, module.qk_nope_head_dim)
 
 
-def _absorb(module: LowRankAttention, new: Projected) -> tuple[Tensor, Tensor]:
+def absorb(module: LowRankAttention, new: Projected) -> tuple[Tensor, Tensor]:
     """The query ``[B, H, T, R + dr]`` as a latent cache sees it, and ``W_UV [H, dv, R]``."""
     weight = absorbing.up_weight(module.kv_b_proj, module.kv_lora_rank, new.query_nope)
     key_up, value_up = absorbing.split_heads(weight, module.num_heads, module.qk_nope_head_dim)
