@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.modules import low_rank_paths as paths
 from fastattn.modules.low_rank import LowRankAttention
-from fastattn.modules.low_rank_absorb import expand_latent
-from fastattn.ops import attention
+from fastattn.modules.low_rank_absorb import absorbs
 from fastattn.ops._checks import checks_values
 
+CARRIED = "fastattn_cache"  # the keyword argument that carries a compressed cache to the attention calls of a model
 
-class ConvertedAttention(LowRankAttention):
+
+class TransformersAttention(LowRankAttention):
     """:class:`~fastattn.LowRankAttention` with the forward signature of transformers' attention modules.
 
     It serves calls without a cache, calls with a latent :func:`compressed_cache` and calls with a growing
@@ -28,6 +30,62 @@ class ConvertedAttention(LowRankAttention):
         super().__init__(*args, **kwargs)
         self.layer_idx = layer_idx
         self.is_causal = True
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Tensor | None = None,
+        cache: Any = None,
+        past_key_values: Any = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """``(output [B, S, hidden], None)``.
+
+        Raises:
+            ValueError: attention weights are asked for, a mask that is not causal with padding, packed sequences, or
+                a cache of another kind.
+        """
+        carried = kwargs.pop(CARRIED, None)
+        _refuse(kwargs)
+        cache = past_key_values if cache is None else cache
+        batch, tokens, _ = hidden_states.shape
+        if position_ids is not None:
+            position_ids = position_ids.expand(batch, tokens)
+        if carried is not None:
+            return carried.attend_low_rank(self, hidden_states, position_ids, attention_mask), None
+        if cache is None:
+            mask = padding_mask(attention_mask, batch, tokens, tokens)
+            return super().forward(hidden_states, position_ids=position_ids, attention_mask=mask), None
+        return self._over_growing_cache(hidden_states, position_ids, attention_mask, cache), None
+
+    def _over_growing_cache(
+        self, hidden_states: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None, cache: Any
+    ) -> Tensor:
+        if type(cache).__name__ != "DynamicCache":
+            raise ValueError(
+                "a low-rank layer needs a DynamicCache or fastattn's compressed_cache(model, ...), "
+                f"got {type(cache).__name__}"
+            )
+        batch, tokens, _ = hidden_states.shape
+        if position_ids is None:
+            seen = int(cache.get_seq_length(self.layer_idx))
+            position_ids = torch.arange(seen, seen + tokens, device=hidden_states.device).expand(batch, tokens)
+        queries = self._queries(hidden_states, position_ids)
+        latent, rope_key = (new[:, None] for new in self._latents(hidden_states, position_ids))
+        latent, rope_key = cache.update(latent, rope_key, self.layer_idx)
+        keys = latent.shape[2]
+        real = padding_mask(attention_mask, batch, tokens, keys)
+        both = paths.Projected(*queries, latent[:, 0], rope_key[:, 0], position_ids, real)
+        first_call = tokens == keys
+        few = absorbs(tokens, self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim)
+        out = (paths.absorbed if few and not first_call else paths.expanded)(self, both, True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class ConvertedAttention(TransformersAttention):
+    """A layer that conversion made: its construction can be written down, frequencies aside."""
 
     def arguments(self) -> dict[str, Any]:
         """What makes another such module, besides frequencies, index, device and dtype; as JSON holds it."""
@@ -46,59 +104,6 @@ class ConvertedAttention(LowRankAttention):
             "q_bias": (self.q_b_proj if low_rank_query else self.q_proj).bias is not None,
         }
 
-    def forward(  # type: ignore[override]
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Any = None,
-        attention_mask: Tensor | None = None,
-        cache: Any = None,
-        past_key_values: Any = None,
-        position_ids: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        """``(output [B, S, hidden], None)``.
-
-        Raises:
-            ValueError: attention weights are asked for, a mask that is not causal with padding, packed sequences, or
-                a cache of another kind.
-        """
-        _refuse(kwargs)
-        cache = past_key_values if cache is None else cache
-        batch, tokens, _ = hidden_states.shape
-        if position_ids is not None:
-            position_ids = position_ids.expand(batch, tokens)
-        if cache is None:
-            mask = padding_mask(attention_mask, batch, tokens, tokens)
-            return super().forward(hidden_states, position_ids=position_ids, attention_mask=mask), None
-        if hasattr(cache, "kv"):
-            mask = None if attention_mask is None else attention_mask.reshape(batch, -1)[:, -tokens:].bool()
-            return super().forward(
-                hidden_states, position_ids=position_ids, attention_mask=mask, cache=cache.kv, layer=self.layer_idx
-            ), None
-        return self._over_growing_cache(hidden_states, position_ids, attention_mask, cache), None
-
-    def _over_growing_cache(
-        self, hidden_states: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None, cache: Any
-    ) -> Tensor:
-        if type(cache).__name__ != "DynamicCache":
-            raise ValueError(
-                "a converted layer needs a DynamicCache or fastattn's compressed_cache(model, ...), "
-                f"got {type(cache).__name__}"
-            )
-        batch, tokens, _ = hidden_states.shape
-        if position_ids is None:
-            seen = int(cache.get_seq_length(self.layer_idx))
-            position_ids = torch.arange(seen, seen + tokens, device=hidden_states.device).expand(batch, tokens)
-        nope, rope = self._queries(hidden_states, position_ids)
-        latent, rope_key = self._latents(hidden_states, position_ids)
-        latent, rope_key = cache.update(latent[:, None], rope_key[:, None], self.layer_idx)
-        key, value = expand_latent(self.kv_b_proj, latent[:, 0], rope_key[:, 0], self.num_heads, self.qk_nope_head_dim)
-        start, end = _span(padding_mask(attention_mask, batch, tokens, key.shape[2]))
-        query = torch.cat([nope, rope], dim=-1)
-        out = attention(query, key, value, causal=True, scale=self.scale, key_start=start, lengths=end)
-        assert isinstance(out, Tensor)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, tokens, -1))
-
 
 _HARMLESS = {"use_cache", "cache_position", "output_attentions", "output_hidden_states", "output_router_logits",
              "return_dict", "logits_to_keep", "labels", "num_items_in_batch"}  # fmt: skip
@@ -115,7 +120,8 @@ def _refuse(kwargs: dict[str, Any]) -> None:
 def padding_mask(mask: Tensor | None, batch: int, tokens: int, keys: int) -> Tensor | None:
     """Which keys are real, bool ``[B, keys]``, from what transformers passes as a mask; ``None`` if all are.
 
-    The newest query of a row sees every real key, and the mask may say nothing beyond padding and causality.
+    The newest query of a row sees every real key, and the mask may say nothing beyond padding and causality. The row of
+    a query that is itself padding is all of one value, or it could be a token of another, packed sequence.
 
     Raises:
         ValueError: it does (looked at in eager mode on a CPU), or it has another shape.
@@ -133,16 +139,8 @@ def padding_mask(mask: Tensor | None, batch: int, tokens: int, keys: int) -> Ten
     real = visible[:, -1]
     if checks_values(mask):
         causal = torch.ones(tokens, keys, dtype=torch.bool, device=mask.device).tril(keys - tokens)
-        queries = real[:, -tokens:]
-        if not torch.equal((visible & queries[:, :, None]), causal & real[:, None] & queries[:, :, None]):
+        as_causal = (visible == (causal & real[:, None])).all(-1)
+        uniform = visible.all(-1) | ~visible.any(-1)
+        if not bool((as_causal | (uniform & ~real[:, -tokens:])).all()):
             raise ValueError("attention_mask must be causal with padding at either end: no other mask is supported")
     return real
-
-
-def _span(real: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Start and end of every row's real keys, int32 ``[B]``."""
-    if real is None:
-        return None, None
-    index = torch.arange(1, real.shape[1] + 1, dtype=torch.int32, device=real.device)
-    end = torch.where(real, index, 0).amax(1)
-    return end - real.sum(1, dtype=torch.int32), end
