@@ -4,7 +4,8 @@ Importing this module registers the attention function ``"fastattn"`` and the ma
 transformers. No model changes before :func:`compressed_cache` is called on it.
 """
 
+from fastattn.integrations.deepseek import replace_attention_
 from fastattn.integrations.transformers._cache import CompressedCache, compressed_cache
 from fastattn.integrations.transformers._prefill import prefill
 
-__all__ = ["CompressedCache", "compressed_cache", "prefill"]
+__all__ = ["CompressedCache", "compressed_cache", "prefill", "replace_attention_"]

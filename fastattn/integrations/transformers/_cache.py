@@ -17,6 +17,7 @@ from fastattn.integrations.transformers._layers import (
 )
 from fastattn.integrations.transformers._model import ModelSpec, switch
 from fastattn.modules.kv_cache import CompressedKVCache
+from fastattn.modules.low_rank import LowRankAttention
 from fastattn.modules.policies import Policy
 from fastattn.ops._checks import checks_values
 
@@ -37,7 +38,9 @@ def compressed_cache(
     bit. ``model.set_attn_implementation`` switches it back.
 
     Served are causal decoders whose attention goes through transformers' attention interface with rotary embeddings
-    (Llama, Mistral, Qwen2, Qwen3, Phi-3 and many others). Sliding-window layers keep transformers' own cache.
+    (Llama, Mistral, Qwen2, Qwen3, Phi-3 and many others), and models whose attention was replaced by or converted to
+    :class:`~fastattn.LowRankAttention`, of which the latents are cached. Sliding-window layers keep transformers' own
+    cache.
 
     Args:
         model: a transformers model.
@@ -67,6 +70,7 @@ def compressed_cache(
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         v_head_dim=spec.v_head_dim,
+        latent_rank=spec.latent_rank,
         num_heads=spec.num_heads,
         batch_size=batch_size,
         interval=interval,
@@ -122,6 +126,22 @@ class CompressedCache(CarriedCache):
         if slot == self._last:
             self.entered = False
         return out.transpose(1, 2).contiguous(), None
+
+    def attend_low_rank(
+        self, module: Any, hidden_states: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None
+    ) -> Tensor:
+        slot = self._slots[module.layer_idx]
+        out = LowRankAttention.forward(
+            module,
+            hidden_states,
+            position_ids=position_ids,
+            attention_mask=new_token_mask(attention_mask),
+            cache=self.kv,
+            layer=slot,
+        )
+        if slot == self._last:
+            self.entered = False
+        return out
 
     def reset(self) -> None:
         """Empty the cache, in place."""

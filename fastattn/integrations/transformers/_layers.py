@@ -108,6 +108,12 @@ class CarriedCache(Cache):
         """Serve one attention call; ``arguments`` are its keyword arguments, ``dropout`` among them."""
         raise NotImplementedError
 
+    def attend_low_rank(
+        self, module: Any, hidden_states: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None
+    ) -> Tensor:
+        """Serve a layer of low-rank attention, which stores latents and goes through no attention function."""
+        raise NotImplementedError
+
 
 def attend_before(
     module: Any,

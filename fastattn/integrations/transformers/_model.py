@@ -24,7 +24,8 @@ from fastattn.integrations.transformers._attention import (
     remember_previous,
 )
 from fastattn.integrations.transformers._layers import CarriedCache, CompressedLayer, check_arguments
-from fastattn.integrations.transformers._rotary import find_rotary, rotation_of
+from fastattn.integrations.transformers._rotary import checked_rotary, find_rotary, low_rank_rotary
+from fastattn.modules.low_rank import LowRankAttention
 from fastattn.modules.rotary import Rotary
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -38,7 +39,8 @@ class ModelSpec:
     Attributes:
         slots: per layer of the model, its index among the full-attention layers, None for a sliding window.
         num_heads, num_kv_heads, head_dim, v_head_dim: of every full-attention layer.
-        rotary: the model's rotation.
+        latent_rank: rank of the latents that layers of low-rank attention store, None for other models.
+        rotary: the model's rotation; None where layers of low-rank attention have frequencies of their own.
         dtype, device: of its keys.
     """
 
@@ -47,7 +49,8 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
-    rotary: Rotary
+    latent_rank: int | None
+    rotary: Rotary | None
     dtype: torch.dtype
     device: torch.device
 
@@ -59,11 +62,14 @@ class ModelSpec:
     def signature(self) -> str:
         """Equal for models that can use each other's caches."""
         pattern = "".join("w" if slot is None else "f" for slot in self.slots)
-        frequencies = zlib.crc32(self.rotary.inv_freq.cpu().numpy().tobytes())
+        rotation = "of each layer's own"
+        if self.rotary is not None:
+            frequencies = zlib.crc32(self.rotary.inv_freq.cpu().numpy().tobytes())
+            rotation = f"{self.rotary.extra_repr()} #{frequencies:08x}"
         return (
             f"layers {pattern} (f: full, w: window), {self.num_heads} query heads of {self.head_dim} dims, "
-            f"{self.num_kv_heads} key/value heads, value dim {self.v_head_dim}, rotation {self.rotary.extra_repr()} "
-            f"#{frequencies:08x}"
+            f"{self.num_kv_heads} key/value heads, value dim {self.v_head_dim}, latent rank {self.latent_rank}, "
+            f"rotation {rotation}"
         )
 
 
@@ -227,11 +233,20 @@ class _Examination(CarriedCache):
         rows, heads, tokens, _ = query.shape
         return query.new_zeros(rows, tokens, heads, value.shape[3]), None
 
+    def attend_low_rank(
+        self, module: Any, hidden_states: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None
+    ) -> Tensor:
+        query, key = module.latent_query_and_key(hidden_states, position_ids)
+        value = key[..., : module.kv_lora_rank]
+        self.attend(module, query, key, value, attention_mask, {"position_ids": position_ids})
+        return torch.zeros_like(hidden_states)
+
 
 def _examine(decoder: Any, carrier: Carrier) -> ModelSpec:
     config, name = decoder.config, type(decoder).__name__
     standard = _standard_layers(config)
-    inv_freq, factor = find_rotary(decoder)
+    low_rank = any(isinstance(module, LowRankAttention) for module in decoder.modules())
+    inv_freq, factor = (None, 1.0) if low_rank else find_rotary(decoder)
     last = min(1000, getattr(config, "max_position_embeddings", None) or 1000) - 1
     cache = _Examination(standard, carrier.signature)
     positions = torch.tensor([[0, 1, min(3, last), last]])
@@ -245,7 +260,7 @@ def _examine(decoder: Any, carrier: Carrier) -> ModelSpec:
             raise ValueError(
                 f"layer {index} of {name} made {len(calls)} calls through transformers' attention interface, expected 1"
             )
-        if carrier.previous == "eager" and eager_attention(calls[0]["module"]) is None:
+        if not low_rank and carrier.previous == "eager" and eager_attention(calls[0]["module"]) is None:
             raise ValueError(f'{type(calls[0]["module"]).__name__} has no function for attn_implementation="eager"')
         slots.append(len(full) if isinstance(layer, CompressedLayer) else None)
         if isinstance(layer, CompressedLayer):
@@ -254,15 +269,7 @@ def _examine(decoder: Any, carrier: Carrier) -> ModelSpec:
     shapes = {_shape_of(call) for call in full}
     if len(shapes) > 1:
         raise ValueError(f"the full-attention layers of {name} differ (heads, dims, dtype, device): {sorted(shapes)}")
-    rotary = rotation_of(full[0]["query"], positions, inv_freq, factor)
-    for call in full:
-        for part in ("query", "key"):
-            if not rotary.explains(call[part], positions):
-                index = call["module"].layer_idx
-                raise ValueError(
-                    f"the {part} of layer {index} of {name} is not rotated as {rotary.rotary}, which its rotary "
-                    "embedding stands for: layers without rotary embedding are not supported"
-                )
+    rotary = low_rank_rotary(full) if inv_freq is None else checked_rotary(name, full, positions, inv_freq, factor)
     query, key, value = full[0]["query"], full[0]["key"], full[0]["value"]
     return ModelSpec(
         slots=tuple(slots),
@@ -270,7 +277,8 @@ def _examine(decoder: Any, carrier: Carrier) -> ModelSpec:
         num_kv_heads=key.shape[1],
         head_dim=key.shape[3],
         v_head_dim=value.shape[3],
-        rotary=rotary.rotary,
+        latent_rank=value.shape[3] if low_rank else None,
+        rotary=rotary,
         dtype=key.dtype,
         device=key.device,
     )

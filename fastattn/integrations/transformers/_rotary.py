@@ -84,3 +84,33 @@ def rotation_of(rotated: Tensor, positions: Tensor, inv_freq: Tensor, factor: fl
     if dims > rotated.shape[3]:
         raise ValueError(f"the rotary embedding turns {dims} dims, the model's queries have {rotated.shape[3]}")
     return next((c for c in candidates if c.explains(rotated, positions)), candidates[0])
+
+
+def checked_rotary(
+    name: str, calls: list[dict[str, Any]], positions: Tensor, inv_freq: Tensor, factor: float
+) -> Rotary:
+    """The rotation that explains what queries and keys of all layers have in common.
+
+    Raises:
+        ValueError: there is none.
+    """
+    rotary = rotation_of(calls[0]["query"], positions, inv_freq, factor)
+    for call in calls:
+        for part in ("query", "key"):
+            if not rotary.explains(call[part], positions):
+                index = call["module"].layer_idx
+                raise ValueError(
+                    f"the {part} of layer {index} of {name} is not rotated as {rotary.rotary}, which its rotary "
+                    "embedding stands for: layers without rotary embedding are not supported"
+                )
+    return rotary.rotary
+
+
+def low_rank_rotary(calls: list[dict[str, Any]]) -> Rotary | None:
+    """The rotation of the rope key in the cached latents; None if the layers differ in it."""
+    modules = [call["module"] for call in calls]
+    first = modules[0].rotary
+    for other in (module.rotary for module in modules[1:]):
+        if other.extra_repr() != first.extra_repr() or not torch.equal(other.inv_freq.cpu(), first.inv_freq.cpu()):
+            return None
+    return modules[0].latent_rotary()
