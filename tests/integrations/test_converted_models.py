@@ -1,0 +1,57 @@
+"""Converted models over compressed caches: what is cached and evicted are their latents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from fastattn import LowRankConfig, to_low_rank_
+from fastattn.integrations.transformers import compressed_cache
+from tests._helpers.tiny_models import tiny_model, token_ids
+
+pytestmark = pytest.mark.transformers
+
+
+def converted(**options: object) -> torch.nn.Module:
+    model = tiny_model("llama")
+    config = LowRankConfig(**{"kv_lora_rank": 24, "qk_rope_head_dim": 16, **options})
+    to_low_rank_(model, config, token_ids(4, 64), progress=False)
+    return model
+
+
+@pytest.mark.parametrize("policy", ["knorm", "streaming_llm", "key_diff"])
+def test_within_budget_generate_gives_the_same_tokens(policy: str) -> None:
+    model, tokens = converted(), token_ids(2, 12, seed=3).clamp(min=3)
+    cache = compressed_cache(model, policy, budget=64, batch_size=2)
+    settings = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(tokens, **settings)
+    assert torch.equal(model.generate(tokens, **settings, past_key_values=cache), expected)
+    assert cache.kv.latent_rank == 24
+    assert cache.kv.keys(0).shape[3] == 24 + 16
+
+
+def test_beyond_the_budget_latents_are_evicted() -> None:
+    model, tokens = converted(), token_ids(1, 40, seed=4).clamp(min=3)
+    cache = compressed_cache(model, "key_diff", budget=12, interval=4)
+    out = model.generate(tokens, max_new_tokens=10, do_sample=False, eos_token_id=None, past_key_values=cache)
+    assert out.shape == (1, 50)
+    assert all(int(cache.kv.lengths(layer).max()) < 16 for layer in range(2))
+    assert cache.kv.tokens_seen.tolist() == [49]
+
+
+def test_expected_attention_wants_one_rotation_for_all_layers() -> None:
+    """Conversion chooses every layer's frequencies; a cache has one rotation."""
+    model = converted()
+    first, second = (layer.self_attn for layer in model.model.layers)
+    second.rotary.inv_freq = second.inv_freq = first.inv_freq.clone()
+    tokens = token_ids(1, 40, seed=4).clamp(min=3)
+    cache = compressed_cache(model, "expected_attention", budget=12, interval=4)
+    model.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, past_key_values=cache)
+    assert int(cache.kv.lengths(0).max()) < 16
+
+    other = converted()
+    other.model.layers[1].self_attn.rotary.inv_freq = first.inv_freq * 0.5
+    with pytest.raises(ValueError, match="rotary must be given: ExpectedAttention needs the model's rotation"):
+        compressed_cache(other, "expected_attention", budget=12)
+    compressed_cache(other, "key_diff", budget=12)
