@@ -29,7 +29,7 @@ METHODS = ("loss_optimal", "plain_svd")
 
 def split_text(tokenizer: Any, calibration_tokens: int, held_out_tokens: int, length: int) -> tuple[torch.Tensor, ...]:
     """Disjoint sequences ``[N, length]``: the first three quarters of the text for calibration, the last held out."""
-    ids = tokenizer(_smollm2.long_text(), return_tensors="pt").input_ids[0]
+    ids = tokenizer(_smollm2.long_text(), return_tensors="pt", verbose=False).input_ids[0]
     border = ids.numel() * 3 // 4
     parts = []
     for part, wanted in ((ids[:border], calibration_tokens), (ids[border:], held_out_tokens)):

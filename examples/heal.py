@@ -53,20 +53,23 @@ def heal(
     text: Tensor,
     *,
     minutes: float,
+    steps: int | None = None,
     teacher: Any = None,
     distill: float = 0.5,
     rate: float = 3e-4,
     batch_size: int = 2,
     compiled: bool = False,
 ) -> int:
-    """Train ``model``'s attention on ``text [N, S]`` for ``minutes``; the number of steps taken."""
+    """Train ``model``'s attention on ``text [N, S]`` for ``minutes`` or ``steps``; how many were taken."""
     parameters = attention_parameters(model)
     optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     forward = torch.compile(model) if compiled else model
     generator = torch.Generator().manual_seed(0)
     started, step, warm_up = time.perf_counter(), 0, 5
     model.train()
-    while (spent := (time.perf_counter() - started) / (60 * minutes)) < 1:
+    while step != steps and (spent := (time.perf_counter() - started) / (60 * minutes)) < 1:
+        if steps is not None:
+            spent = step / steps
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, (step + 1) / warm_up) * (1 - 0.9 * spent)
         ids = text[torch.randint(len(text), (batch_size,), generator=generator)]
@@ -81,7 +84,7 @@ def heal(
         optimizer.step()
         step += 1
         if step % 10 == 1:
-            print(f"step {step}: loss {float(loss):.4f}, {spent * minutes:.1f} min", flush=True)
+            print(f"step {step}: loss {float(loss.detach()):.4f}, {spent * minutes:.1f} min", flush=True)
     model.eval()
     return step
 
