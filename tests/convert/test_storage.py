@@ -166,7 +166,7 @@ def test_added_norms_start_near_the_converted_model_and_export(tmp_path):
     first = model.model.layers[0].self_attn
     fitted = first.kv_a_layernorm(inputs[0]).detach()
     error = float((fitted - plain[0]).norm() / plain[0].norm())
-    unfitted = float((fitted / first.kv_a_layernorm.weight - plain[0]).norm() / plain[0].norm())
+    unfitted = float((fitted / first.kv_a_layernorm.weight.detach() - plain[0]).norm() / plain[0].norm())
     assert error < 0.5
     assert error < unfitted
     export_deepseek_v3(model, tmp_path)
@@ -174,3 +174,19 @@ def test_added_norms_start_near_the_converted_model_and_export(tmp_path):
     torch.testing.assert_close(logits(theirs, ids), logits(model, ids), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="without norms"):
         add_latent_norm_(model, ids)
+
+
+def test_loaded_model_generates_over_a_compressed_cache_within_budget_and_beyond(tmp_path):
+    from fastattn.integrations.transformers import compressed_cache
+
+    model, ids = converted("qwen2"), token_ids(2, 20, seed=1)
+    save_low_rank(model, tmp_path)
+    loaded = load_low_rank(tmp_path)
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, **options)
+    roomy = compressed_cache(loaded, policy="key_diff", budget=64, batch_size=2)
+    assert torch.equal(loaded.generate(ids, past_key_values=roomy, **options), expected)
+    tight = compressed_cache(loaded, policy="key_diff", budget=8, batch_size=2, interval=4)
+    assert loaded.generate(ids, past_key_values=tight, **options).shape == expected.shape
+    assert int(tight.kv.lengths(0).max()) <= 12
+    assert tight.kv.keys(0).shape == (2, 1, 12, 12 + 8)
