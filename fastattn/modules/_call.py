@@ -296,7 +296,7 @@ class Call:
             )
             # The comment is for whoever's policy cannot be compiled: the error shows this line.
             scores = policy.score(state)  # write it branch-free, like torch.where(state.positions < 4, torch.inf, size)
-            return self._checked(scores, layer.positions.shape)
+            return self._checked(scores, layer)
 
         if min_length == 0 or self.on_host:  # on the host the caller has already looked
             return score()
@@ -316,8 +316,8 @@ class Call:
     def _score_dtype(self) -> torch.dtype:
         return torch.float64 if self.key.dtype == torch.float64 else torch.float32
 
-    def _checked(self, scores: Any, shape: torch.Size) -> Tensor:
-        name = f"{type(self.cache.policy).__name__}.score"
+    def _checked(self, scores: Any, layer: CacheLayer | _WorkBuffer) -> Tensor:
+        name, shape = f"{type(self.cache.policy).__name__}.score", layer.positions.shape
         if not isinstance(scores, Tensor):
             raise TypeError(f"{name} must return a tensor [B, Hkv, C], got {type(scores).__name__}")
         if scores.shape != shape:
@@ -327,7 +327,10 @@ class Call:
         if scores.device != self.key.device:
             raise ValueError(f"{name} must return a tensor on {self.key.device}, got {scores.device}")
         progress = self.cache._progress
-        if self.on_host and not progress.warned_nan and bool(scores.isnan().any()):
+        if not self.on_host or progress.warned_nan:
+            return scores
+        valid = torch.arange(shape[2]) < layer.lengths[..., None]  # beyond, a score may be anything
+        if bool((scores.isnan() & valid).any()):
             progress.warned_nan = True
             warnings.warn(f"{name} returned NaN; tokens with a NaN score rank lowest", stacklevel=2)
         return scores
