@@ -248,6 +248,8 @@ class ExpectedAttention(_Protecting):
         self.query_window = _count("query_window", query_window, 1)
         self.use_covariance = bool(use_covariance)
         self.use_value_norm = bool(use_value_norm)
+        if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)):
+            raise TypeError(f"epsilon must be a float, got {type(epsilon).__name__}")
         if not 0.0 <= epsilon < float("inf"):
             raise ValueError(f"epsilon must be finite and not negative, got {epsilon}")
         self.epsilon = float(epsilon)
