@@ -38,11 +38,15 @@ _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 
 def load(dtype: torch.dtype = torch.float32, **kwargs: Any) -> tuple[Any, Any]:
     """The model in evaluation mode with weights of ``dtype``, and its tokenizer; ``kwargs``: ``from_pretrained``'s."""
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM
 
-    path = folder()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **kwargs).eval()
-    return model, PreTrainedTokenizerFast.from_pretrained(path)
+    return AutoModelForCausalLM.from_pretrained(folder(), dtype=dtype, **kwargs).eval(), load_tokenizer()
+
+
+def load_tokenizer() -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(folder())
 
 
 def long_text() -> str:
