@@ -166,6 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     options.add_argument("--predict", nargs="*", default=["a100", "h200"], choices=sorted(HARDWARE))
     given = options.parse_args(arguments)
+    given.memory_gb = given.memory_gb or (24.0 if given.quick else 64.0)
     contexts = (1024, 4096) if given.quick else (1024, 2048, 4096, 8192, 16384, 32768)
     hardware = measured_cpu() if given.device == "cpu" else _gpu(given.device)
     note = common.conditions(
@@ -190,11 +191,8 @@ def main(arguments: list[str] | None = None) -> None:
             if not any(rows.missing(mode=mode, context=context, kind=kind) for kind in KINDS):
                 continue
             layers = layers or {kind: Layer(kind, torch.bfloat16, given.device).eval() for kind in KINDS}
-            memory = 1e9 * given.memory_gb / (4 if given.quick else 1) if mode == "throughput" else 0.0
-            memory += (
-                0.75 * WEIGHTS if given.quick and mode == "throughput" else 0.0
-            )  # a quarter of the room for caches
-            batches = {kind: sequences(kind, context, memory) if memory else 1 for kind in KINDS}
+            memory = 1e9 * given.memory_gb
+            batches = {kind: sequences(kind, context, memory) if mode == "throughput" else 1 for kind in KINDS}
             times = measure(context, batches, layers, given.device, 3 if given.quick else 9)
             for kind, seconds in times.items():
                 rows.add(
@@ -265,10 +263,11 @@ def report(rows: common.Rows, given: argparse.Namespace, note: str) -> None:
             xscale="log",
             yscale="log",
         )
-        axis.set_xticks(contexts, [f"{context // 1024}k" for context in contexts])
+        ticks = sorted({*contexts, *(int(p["context"]) for p in reference if mode == "throughput")})
+        axis.set_xticks(ticks, [f"{context // 1024}k" for context in ticks])
         axis.set_yticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
         axis.minorticks_off()
-        axis.set_xlim(contexts[0] * 0.9, max(contexts[-1], 32768 if mode == "throughput" else 0) * 4)
+        axis.set_xlim(ticks[0] * 0.9, ticks[-1] * 5)
         common.label_ends(axis, ends)
     common.finish(given.out, "speedup_vs_context", text, shown, note)
 

@@ -1,0 +1,332 @@
+r"""Score against cache size: four policies (Expected Attention, arXiv 2510.00636, Figure 4).
+
+``python -m benchmarks.studies.score_vs_cache_size [--quick] [--out DIR]`` runs anywhere, without downloads: passkey
+retrieval at several depths and next-token loss on long text, with SmolLM2-135M-Instruct. A prompt is read once and its
+queries, keys and values are handed to a cache of every policy and size: all see exactly the same.
+
+``... --model PATH --problems FILE.jsonl`` is the reasoning study: any transformers model and any file of
+``{"problem": ..., "answer": ...}`` lines (AIME 2025, say). Greedy decoding, the cache compressed back to its size
+every 512 tokens, a query window of 128, the prompt uncompressed while it is read. Score: exact match of the last
+``\boxed{}``.
+
+Means over seeds (or problems) with 95% confidence intervals. Every result is saved as soon as it is known, and a run
+goes on where it stopped. Numbers published for MATH-500 are printed apart: another data set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import math
+import random
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from tqdm import tqdm
+
+from benchmarks.studies import _common as common
+from benchmarks.studies.scoring import is_correct
+from fastattn import ExpectedAttention, Policy
+from fastattn.integrations.transformers import compressed_cache
+
+POLICIES = ("expected_attention", "knorm", "streaming_llm", "key_diff")
+ANSWER_TOKENS, LOSS_TOKENS = 8, 64
+PUBLISHED_MATH_500 = """\
+Published for MATH-500 (arXiv 2510.00636), full cache / 2x / 4x / 12x smaller; another data set than the above:
+  DeepSeek-R1-Distill-Qwen-7B   Expected Attention .57/.55/.53/.49  KeyDiff .57/.54/.48/.35
+                                StreamingLLM .57/.54/.51/.41        Knorm .57/.47/.32/.12
+  OpenMath-Nemotron-14B         Expected Attention .57/.55/.54/.47  KeyDiff .57/.56/.51/.44
+                                StreamingLLM .57/.57/.54/.42"""
+
+
+class Recorder(Policy):
+    """Keeps what a prompt brings to each layer, to feed other caches with it."""
+
+    query_window = 1
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.scale = 0.0
+
+    def score(self, state: Any) -> Tensor:
+        count = int(state.lengths[0, 0])
+        self.layers.append((state.call.rotated, state.keys[:, :, :count].clone(), state.values[:, :, :count].clone()))
+        self.scale = state.scale
+        return state.positions.to(torch.float32)
+
+
+@dataclass
+class Prompt:
+    """A text with a passkey in it, what follows the text, the question, and the answer."""
+
+    ids: Tensor
+    following: Tensor
+    question: Tensor
+    passkey: str
+
+
+def make_prompt(tokenizer: Any, tokens: int, depth: float, seed: int) -> Prompt:
+    from examples import _smollm2
+
+    draw = random.Random(seed)
+    passkey = str(draw.randint(10000, 99999))
+    text = _smollm2.long_text()
+    start = draw.randrange(len(text) // 2)
+    body = tokenizer(text[start : start + 8 * (tokens + LOSS_TOKENS)], verbose=False).input_ids
+    needle = tokenizer(f"\n\nThe pass key is {passkey}. Remember it. {passkey} is the pass key.\n\n").input_ids
+    question = tokenizer("\n\nWhat is the pass key? The pass key is").input_ids
+    count = tokens - len(needle)
+    at = int(depth * count)
+    ids = [*body[:at], *needle, *body[at:count]]
+    following = body[count : count + LOSS_TOKENS]
+    return Prompt(*(torch.tensor([part]) for part in (ids, following, question)), passkey)
+
+
+def _forward(model: Any, ids: Tensor, cache: Any, last_only: bool) -> Tensor:
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # renamed in 5.x
+    return model(input_ids=ids, logits_to_keep=1 if last_only else 0, **{name: cache}).logits
+
+
+def run_without_downloads(given: argparse.Namespace) -> None:
+    from examples import _smollm2
+
+    tokens = 512 if given.quick else 1536
+    sizes = (32, 64, 128, 256) if given.quick else (64, 128, 256, 512)
+    depths = (0.5,) if given.quick else (0.1, 0.5, 0.9)
+    seeds = range(2 if given.quick else given.seeds)
+    note = common.conditions(
+        "cpu", model="SmolLM2-135M-Instruct", prompt=f"{tokens} tokens", dtype="float32", mode="eager", batch=1
+    )
+    rows = common.Rows(
+        given.out / "score_vs_cache_size.csv",
+        ("seed", "depth", "policy", "size"),
+        ("passkey", "loss"),
+        note,
+        given.fresh,
+    )
+    torch.manual_seed(0)
+    model = tokenizer = None
+    work = [(seed, depth) for seed in seeds for depth in depths]
+    for seed, depth in tqdm(work, desc="prompts"):
+        caches = [("full cache", tokens), *((policy, size) for policy in POLICIES for size in sizes)]
+        caches = [(p, s) for p, s in caches if rows.missing(seed=seed, depth=depth, policy=p, size=s)]
+        if not caches:
+            continue
+        if model is None:
+            model, tokenizer = _smollm2.load()
+        prompt = make_prompt(tokenizer, tokens, depth, seed)
+        for (policy, size), passkey, loss in evaluate(model, tokenizer, prompt, caches):
+            rows.add(seed=seed, depth=depth, policy=policy, size=size, passkey=int(passkey), loss=loss)
+    report_without_downloads(rows, given, sizes, note)
+
+
+@torch.no_grad()
+def evaluate(
+    model: Any, tokenizer: Any, prompt: Prompt, caches: list[tuple[str, int]]
+) -> Iterator[tuple[tuple[str, int], bool, float]]:
+    """Read the prompt once; then, for each policy and size: was the passkey retrieved, and the loss on what follows."""
+    recorder, count = Recorder(), prompt.ids.shape[1]
+    last = _forward(model, prompt.ids, compressed_cache(model, policy=recorder, budget=count - 1), last_only=True)
+    for policy, size in caches:
+        built = "knorm" if policy == "full cache" else policy
+        answered, followed = (
+            _filled(model, recorder, built, size, room=max(LOSS_TOKENS, prompt.question.shape[1])) for _ in range(2)
+        )
+        logits = torch.cat([last, _forward(model, prompt.following[:, :-1], followed, last_only=False)], dim=1)
+        loss = functional.cross_entropy(logits[0].float(), prompt.following[0]).item()
+        ids, answer = prompt.question, []
+        for _ in range(ANSWER_TOKENS):
+            ids = _forward(model, ids, answered, last_only=True)[:, -1].argmax(-1, keepdim=True)
+            answer.append(int(ids))
+        yield (policy, size), prompt.passkey in tokenizer.decode(answer).replace(" ", ""), loss
+
+
+def _filled(model: Any, recorder: Recorder, policy: str, size: int, room: int) -> Any:
+    """A cache that has taken in the recorded prompt; question and text are steps, which compress nothing."""
+    cache = compressed_cache(model, policy=policy, budget=size, max_step=room, interval=room + ANSWER_TOKENS)
+    for layer, (query, key, value) in enumerate(recorder.layers):
+        cache.kv.update(layer, query, key, value, scale=recorder.scale)
+    return cache
+
+
+def report_without_downloads(rows: common.Rows, given: argparse.Namespace, sizes: tuple[int, ...], note: str) -> None:
+    groups: dict[tuple[str, int], list[dict[str, str]]] = {}
+    for row in rows:  # type: ignore[attr-defined]
+        groups.setdefault((row["policy"], int(row["size"])), []).append(row)
+    summary = {
+        key: {metric: mean_and_interval([float(r[metric]) for r in found]) for metric in ("passkey", "loss")}
+        for key, found in groups.items()
+    }
+    body = [
+        [policy, size, *(f"{mean:.3f} ± {half:.3f}" for mean, half in values.values()), len(groups[policy, size])]
+        for (policy, size), values in summary.items()
+    ]
+    text = common.table(["policy", "tokens kept", "passkey retrieved", "loss (nats)", "runs"], body)
+    text += "\n\nWho wins where (level: the intervals' means differ by less than the wider half)\n"
+    text += common.table(["tokens kept", "passkey", "loss"], [[s, *winners(summary, s)] for s in sizes])
+    text += f"\n\n{PUBLISHED_MATH_500}"
+    plot(summary, sizes, given, text, note)
+
+
+def mean_and_interval(values: list[float]) -> tuple[float, float]:
+    """Mean and half of its 95% confidence interval (Student's t; nan for a single value)."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, math.nan
+    t = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+    return mean, t.get(len(values) - 1, 2.262 if len(values) < 30 else 2.0) * statistics.stdev(values) / len(
+        values
+    ) ** 0.5
+
+
+def winners(summary: dict[tuple[str, int], dict[str, tuple[float, float]]], size: int) -> list[str]:
+    found = []
+    for metric, sign in (("passkey", 1), ("loss", -1)):
+        values = {policy: summary[policy, size][metric] for policy in POLICIES}
+        best = max(values, key=lambda policy: sign * values[policy][0])
+
+        def level(policy: str, values: Any = values, best: str = best) -> bool:
+            half = max(h for h in (values[policy][1], values[best][1], 0.0) if not math.isnan(h))
+            return abs(values[policy][0] - values[best][0]) <= half
+
+        names = [policy for policy in POLICIES if level(policy)]
+        found.append("level: all" if len(names) == len(POLICIES) else ", ".join(names))
+    return found
+
+
+def plot(
+    summary: dict[tuple[str, int], dict[str, tuple[float, float]]],
+    sizes: tuple[int, ...],
+    given: argparse.Namespace,
+    text: str,
+    note: str,
+) -> None:
+    shown, axes = common.figure(2)
+    full = next(values for (policy, _), values in summary.items() if policy == "full cache")
+    for axis, metric, label in zip(
+        axes, ("passkey", "loss"), ("passkey retrieved (share)", "loss (nats per token)"), strict=True
+    ):
+        ends = []
+        for policy, color in zip(POLICIES, common.COLORS, strict=False):
+            means = [summary[policy, size][metric] for size in sizes]
+            halves = [0.0 if math.isnan(half) else half for _, half in means]
+            axis.errorbar(sizes, [mean for mean, _ in means], halves, color=color, marker="o", markersize=4, capsize=3)
+            ends.append((sizes[-1], means[-1][0], policy.replace("_", " "), color))
+        axis.axhline(full[metric][0], color="#777777", linestyle="--", linewidth=1)
+        ends.append((sizes[-1], full[metric][0], "full cache", "#777777"))
+        axis.set(xscale="log", xlabel="tokens kept per layer and head", ylabel=label)
+        axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.minorticks_off()
+        axis.set_xlim(sizes[0] * 0.85, sizes[-1] * 2.1)
+        common.label_ends(axis, ends)
+    axes[0].set_title("Passkey retrieval")
+    axes[1].set_title("Next-token loss on the text that follows")
+    common.finish(given.out, "score_vs_cache_size", text, shown, note)
+
+
+# -- the reasoning study -------------------------------------------------------------------------------------------
+
+
+def run_problems(given: argparse.Namespace) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    problems = [json.loads(line) for line in given.problems.read_text().splitlines() if line.strip()]
+    dtype = torch.bfloat16 if given.device.startswith("cuda") else torch.float32
+    note = common.conditions(
+        given.device,
+        model=Path(given.model).name,
+        problems=f"{given.problems.name} ({len(problems)})",
+        dtype=str(dtype),
+    )
+    rows = common.Rows(
+        given.out / "score_on_problems.csv",
+        ("problem", "seed", "policy", "size"),
+        ("correct", "tokens", "answer", "expected"),
+        note,
+        given.fresh,
+    )
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype).to(given.device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    work = [
+        (i, s, p, n)
+        for p in given.policies
+        for n in given.sizes
+        for s in range(given.seeds)
+        for i in range(len(problems))
+    ]
+    for index, seed, policy, size in tqdm(work, desc="problems"):
+        if not rows.missing(problem=index, seed=seed, policy=policy, size=size):
+            continue
+        torch.manual_seed(seed)
+        problem = problems[index]
+        response, count = solve(model, tokenizer, problem["problem"], policy, size, given)
+        correct = is_correct(response, problem["answer"])
+        answer = " ".join(response.split())[-80:]
+        rows.add(
+            problem=index,
+            seed=seed,
+            policy=policy,
+            size=size,
+            correct=int(correct),
+            tokens=count,
+            answer=answer,
+            expected=problem["answer"],
+        )
+    scores: dict[tuple[str, int], list[float]] = {}
+    for row in rows:  # type: ignore[attr-defined]
+        scores.setdefault((row["policy"], int(row["size"])), []).append(float(row["correct"]))
+    body = [[p, n, f"{m:.3f} ± {h:.3f}", len(v)] for (p, n), v in scores.items() for m, h in [mean_and_interval(v)]]
+    text = common.table(["policy", "tokens kept", "score", "runs"], body) + f"\n\n{PUBLISHED_MATH_500}"
+    shown, (axis,) = common.figure(1)
+    ends = []
+    for policy, color in zip(given.policies, common.COLORS, strict=False):
+        line = sorted((n, statistics.fmean(v)) for (p, n), v in scores.items() if p == policy)
+        axis.plot(*zip(*line, strict=True), color=color, marker="o")
+        ends.append((*line[-1], policy.replace("_", " "), color))
+    axis.set(xscale="log", xlabel="tokens kept per layer and head", ylabel="score (exact match)", ylim=(0, 1))
+    common.label_ends(axis, ends)
+    common.finish(given.out, "score_on_problems", text, shown, note)
+
+
+@torch.no_grad()
+def solve(
+    model: Any, tokenizer: Any, problem: str, policy: str, size: int, given: argparse.Namespace
+) -> tuple[str, int]:
+    """The model's response, and how many tokens it took. Greedy; more than one seed samples at temperature 0.6."""
+    text = f"{problem}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+    ids = tokenizer(text, return_tensors="pt").input_ids.to(model.device)
+    chosen: Any = ExpectedAttention(query_window=128) if policy == "expected_attention" else policy
+    cache = compressed_cache(model, policy=chosen, budget=size, interval=512)
+    sampling = {"do_sample": True, "temperature": 0.6} if given.seeds > 1 else {"do_sample": False}
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=given.max_new_tokens, **sampling)
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True), out.shape[1] - ids.shape[1]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = common.parser(__doc__.splitlines()[0])
+    options.add_argument("--model", help="transformers path of the model that solves --problems")
+    options.add_argument("--problems", type=Path, help='JSONL of {"problem": ..., "answer": ...}')
+    options.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
+    options.add_argument("--sizes", nargs="+", type=int, default=[2048, 4096, 8192, 16384], help="for --problems")
+    options.add_argument("--seeds", type=int, help="default: 5 texts, or 1 run of each problem")
+    options.add_argument("--max-new-tokens", type=int, default=32768)
+    given = options.parse_args(arguments)
+    if (given.model is None) != (given.problems is None):
+        raise SystemExit("give both --model and --problems, or neither")
+    given.seeds = given.seeds or (5 if given.problems is None else 1)
+    (run_without_downloads if given.problems is None else run_problems)(given)
+
+
+if __name__ == "__main__":
+    main()
