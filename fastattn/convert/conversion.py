@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from fastattn.convert.attention import ConvertedAttention
 from fastattn.convert.calibration import (
     CalibrationStatistics,
-    LayerWalk,
     evaluating,
     held_out_loss,
     progress_bar,
@@ -25,9 +23,11 @@ from fastattn.convert.calibration import (
 from fastattn.convert.config import LowRankConfig
 from fastattn.convert.factors import LayerFactors, allocate_ranks, build_factors, project, stack_key_value
 from fastattn.convert.families import AttentionSite, attention_sites, check_site, decoder_of, read_weights
+from fastattn.convert.memory import peak_memory, reset_peak_memory
 from fastattn.convert.report import ConversionReport, LayerReport
 from fastattn.convert.resume import ResumeState
 from fastattn.convert.rope import RopeSplit, split_rope
+from fastattn.convert.source import Source, calibration_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,7 +87,7 @@ def to_low_rank_(
     if not isinstance(config, LowRankConfig):
         raise TypeError(f"config must be a LowRankConfig, got {type(config).__name__}")
     started = time.perf_counter()
-    _reset_peak_memory(model)
+    reset_peak_memory(model)
     if hasattr(decoder_of(model).config, CONFIG_ENTRY):
         raise ValueError("model must not be converted already, got one whose configuration says it is")
     sites = attention_sites(model)
@@ -98,7 +98,7 @@ def to_low_rank_(
         check_site(model, site)
     if evaluation is not None:
         token_batches("evaluation", evaluation, model)
-    source = _source(model, config, calibration, chosen)
+    source = calibration_source(model, config, calibration, chosen)
     resume = None if resume_dir is None else ResumeState(Path(resume_dir), model, config, source.fingerprint)
     loss_before = None if evaluation is None else held_out_loss(model, evaluation)
 
@@ -121,72 +121,13 @@ def to_low_rank_(
         config=config.as_dict(),
         calibration_tokens=source.tokens,
         seconds=time.perf_counter() - started,
-        peak_memory_bytes=_peak_memory(model),
+        peak_memory_bytes=peak_memory(model),
         loss_before=loss_before,
         loss_after=loss_after,
     )
 
 
-class _Source:
-    """Where second moments come from: given statistics, or calibration text walked through the model."""
-
-    def __init__(self, model: nn.Module, given: CalibrationStatistics | list[Tensor]) -> None:
-        self.model = model
-        self.statistics = given if isinstance(given, CalibrationStatistics) else None
-        self.batches = [] if isinstance(given, CalibrationStatistics) else given
-        if isinstance(given, CalibrationStatistics):
-            self.tokens, self.context = given.tokens, given.context
-            self.fingerprint = [float(moment.total.sum()) for moment in given.moments.values()]
-        else:
-            self.tokens = sum(batch.numel() for batch in given)
-            self.context = max(batch.shape[1] for batch in given)
-            self.fingerprint = [int((batch * torch.arange(1, batch.shape[1] + 1, device=batch.device)).sum())
-                                for batch in given]  # fmt: skip
-        self.walk: LayerWalk | None = None
-
-    def start(self, to_check: list[AttentionSite]) -> None:
-        """Feed the text to the model; the walk then stands before the first layer."""
-        if self.statistics is None:
-            self.walk = LayerWalk(self.model, self.batches, to_check)
-
-
-def _source(model: nn.Module, config: LowRankConfig, calibration: Any, chosen: list[AttentionSite]) -> _Source:
-    if isinstance(calibration, CalibrationStatistics):
-        if config.statistics != "parallel":
-            raise ValueError(f'given statistics are parallel: statistics must be "parallel", got {config.statistics!r}')
-        hidden = read_weights(model, chosen[0]).hidden_size
-        missing = [site.name for site in chosen if site.name not in calibration.moments]
-        wrong = {moment.total.shape[0] - 1 for moment in calibration.moments.values()} - {hidden}
-        if missing or wrong:
-            raise ValueError(f"calibration must be statistics of this model, got none for {missing} or sizes {wrong}")
-        source = _Source(model, calibration)
-    else:
-        source = _Source(model, token_batches("calibration", calibration, model))
-    needed = max(_largest_rank(read_weights(model, site), config) for site in chosen)
-    if source.tokens < needed:
-        raise ValueError(f"calibration must hold at least {needed} tokens, the largest rank, got {source.tokens}")
-    return source
-
-
-def _largest_rank(weights: AttentionWeights, config: LowRankConfig) -> int:
-    """The larger of a layer's ranks, after checking them against its shapes."""
-    rope = weights.max_rope_dim if config.qk_rope_head_dim is None else config.qk_rope_head_dim
-    limits = {
-        "qk_rope_head_dim": (rope, weights.max_rope_dim),
-        "kv_lora_rank": (config.kv_lora_rank, weights.cached_values - rope),
-        "q_lora_rank": (config.q_lora_rank, weights.query.shape[0]),
-    }
-    for name, (value, most) in limits.items():
-        if value is not None and value > most:
-            raise ValueError(f"{name} must be at most {most} for this model, got {value}")
-    if config.freq_fold != "search" and weights.inv_freq.numel() % config.freq_fold:
-        raise ValueError(f"freq_fold must divide the {weights.inv_freq.numel()} frequencies, got {config.freq_fold}")
-    full = min(weights.cached_values - rope, weights.hidden_size + weights.kv_bias)
-    largest = full if config.kv_lora_rank is None and config.kv_rank_budget is None else config.kv_lora_rank or 1
-    return max(largest, config.q_lora_rank or 1)
-
-
-def _plan(model: nn.Module, config: LowRankConfig, source: _Source, site: AttentionSite, moment: Tensor) -> _Plan:
+def _plan(model: nn.Module, config: LowRankConfig, source: Source, site: AttentionSite, moment: Tensor) -> _Plan:
     weights = read_weights(model, site)
     moment = moment.to(weights.key.device)
     split = split_rope(
@@ -202,7 +143,7 @@ def _plan(model: nn.Module, config: LowRankConfig, source: _Source, site: Attent
 
 
 def _ranks(
-    model: nn.Module, config: LowRankConfig, source: _Source, chosen: list[AttentionSite], progress: bool
+    model: nn.Module, config: LowRankConfig, source: Source, chosen: list[AttentionSite], progress: bool
 ) -> dict[str, int | None]:
     """Every layer's latent rank; ``None`` for full. A budget is shared by the spectra of the original's statistics."""
     if config.kv_rank_budget is None:
@@ -210,27 +151,21 @@ def _ranks(
     source.start(chosen)
     wanted, spectra = {site.name for site in chosen}, []
     for site in progress_bar(attention_sites(model), "Spectra", progress):
-        moment = _original_moment(source, site, config.damping)
-        if site.name in wanted:
-            plan = _plan(model, config, source, site, moment)
-            matrix = stack_key_value(plan.weights, plan.split, plan.moment, balance=config.balance).matrix
-            kept = project(matrix, plan.moment, 1, config.method).kept
-            spectra.append(kept[: plan.weights.hidden_size + plan.weights.kv_bias])
+        if site.name not in wanted:
+            if source.walk is not None:
+                source.walk.advance(site.index)
+            continue
+        plan = _plan(model, config, source, site, source.original_moment(site, config.damping))
+        matrix = stack_key_value(plan.weights, plan.split, plan.moment, balance=config.balance).matrix
+        kept = project(matrix, plan.moment, 1, config.method).kept
+        spectra.append(kept[: plan.weights.hidden_size + plan.weights.kv_bias])
     return dict(zip((site.name for site in chosen), allocate_ranks(spectra, config.kv_rank_budget), strict=True))
-
-
-def _original_moment(source: _Source, site: AttentionSite, damping: float) -> Tensor:
-    if source.statistics is not None:
-        moment = source.statistics.moments.get(site.name)
-        return torch.empty(0) if moment is None else moment.mean(damping)
-    assert source.walk is not None  # started by the caller
-    return source.walk.attention_moment(site.index, advance=True).mean(damping)
 
 
 def _convert_layers(
     model: nn.Module,
     config: LowRankConfig,
-    source: _Source,
+    source: Source,
     sites: list[AttentionSite],
     ranks: dict[str, int | None],
     resume: ResumeState | None,
@@ -256,7 +191,7 @@ def _convert_layers(
             if walk is not None and sequential:
                 moment = walk.attention_moment(site.index, advance=False).mean(config.damping)
             else:
-                moment = _original_moment(source, site, config.damping)
+                moment = source.original_moment(site, config.damping)
             plan = _plan(model, config, source, site, moment)
             factors = _factor(plan, config, ranks[site.name])
             attention = attention_from(factors, plan.weights, site)
@@ -311,7 +246,7 @@ def attention_from(factors: LayerFactors, weights: AttentionWeights, site: Atten
     arguments = {"hidden_size": weights.hidden_size, "num_heads": weights.num_heads, **factors.arguments}
     attention = make_attention(arguments, site.attention, site.index, factors.inv_freq)
     like: Any = site.attention.o_proj
-    state = {name: value.to(like.weight) for name, value in factors.state.items()}
+    state = {name: value.to(like.weight.dtype).to(like.weight.device) for name, value in factors.state.items()}
     attention.load_state_dict(state | {"inv_freq": factors.inv_freq})
     for parameter in attention.parameters():
         parameter.requires_grad_(like.weight.requires_grad)
@@ -345,23 +280,3 @@ def _record(model: nn.Module, replaced: dict[str, ConvertedAttention]) -> None:
         setattr(config, CONFIG_ENTRY, {"version": 1, "layers": {n: a.arguments() for n, a in replaced.items()}})
     elif hasattr(config, CONFIG_ENTRY):
         delattr(config, CONFIG_ENTRY)
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
-
-
-def _reset_peak_memory(model: nn.Module) -> None:
-    if _device(model).type == "cuda":
-        torch.cuda.reset_peak_memory_stats(_device(model))
-
-
-def _peak_memory(model: nn.Module) -> int | None:
-    if _device(model).type == "cuda":
-        return torch.cuda.max_memory_allocated(_device(model))
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

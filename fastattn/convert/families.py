@@ -88,8 +88,11 @@ def check_site(model: nn.Module, site: AttentionSite) -> None:
         if type(child) is not nn.Linear or not child.weight.dtype.is_floating_point or child.weight.dtype.itemsize < 2:
             kind = f"{type(child).__name__} of {getattr(getattr(child, 'weight', None), 'dtype', 'no weight')}"
             raise ValueError(f"{where}.{name} must be a plain nn.Linear with float weights, not quantized, got {kind}")
-        if child.weight.is_meta or hasattr(child, "_hf_hook"):
-            raise ValueError(f"{where}.{name} must be on a device, got an offloaded or empty module")
+        if child.weight.is_meta:
+            raise ValueError(f"{where}.{name} must be on a device, got an empty module")
+    for name, module in [("", attention), *((f".{name}", child) for name, child in children.items())]:
+        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
+            raise ValueError(f"{where}{name} carries hooks, which a replaced module would lose: remove them first")
     _check_behavior(config, site, where)
 
 

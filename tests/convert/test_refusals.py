@@ -220,3 +220,13 @@ def test_statistics_of_another_model_or_for_a_sequential_conversion():
 
 def test_configuration_of_another_type():
     refuse(tiny_model("llama"), "config must be a LowRankConfig", config={"kv_lora_rank": 3}, error=TypeError)
+
+
+def test_hooks_that_a_replaced_module_would_lose():
+    for path in ("self_attn", "self_attn.k_proj"):
+        model = tiny_model("llama")
+        handle = model.model.layers[1].get_submodule(path).register_forward_hook(lambda *arguments: None)
+        with pytest.raises(ValueError, match=r"model.layers.1.self_attn .*carries hooks"):
+            to_low_rank_(model, LowRankConfig(**OPTIONS), token_ids(3, 60), progress=False)
+        handle.remove()
+        assert type(model.model.layers[0].self_attn).__name__ == "LlamaAttention"
