@@ -2,7 +2,8 @@
 #
 #   make test     set up both environments, lint, type check, run every test (all stages, even after a failure)
 #   make demo     a real model over compressed caches: a table and out/demo.png
-#   make bench    the benchmarks that run on a CPU
+#   make bench    the benchmark suite; adds a line to benchmarks/results/history.jsonl
+#   make bench-compare BASE=rev    is the working tree slower than rev?
 #   make lint     ruff and mypy alone
 #   make clean    remove environments, caches and outputs
 
@@ -17,7 +18,7 @@ SPREAD = -n $(WORKERS) --dist worksteal -p no:benchmark
 ONE_THREAD = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 STAGES := lint test-main test-compile test-interpreter test-oldest
 
-.PHONY: test demo bench clean venv venv-oldest $(STAGES)
+.PHONY: test demo bench bench-compare clean venv venv-oldest $(STAGES)
 .NOTPARALLEL:
 
 test: venv venv-oldest
@@ -45,7 +46,13 @@ demo: venv
 	HF_HUB_OFFLINE=1 $(PY) -m examples.demo
 
 bench: venv
-	$(PY) -m benchmarks.cpu_decode
+	@mkdir -p out
+	$(PY) -m pytest benchmarks/suite.py -s -p no:xdist --benchmark-json out/bench.json
+	$(PY) -m benchmarks.history out/bench.json
+
+BASE ?= HEAD
+bench-compare: venv
+	$(PY) -m benchmarks.compare $(BASE)
 
 venv: $(VENV)/.stamp
 venv-oldest: $(OLDEST)/.stamp

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks import history
 from benchmarks.cases import CASES
 from benchmarks.compare import median_interval
 
@@ -33,3 +34,25 @@ def test_the_interval_of_a_median_is_that_of_its_order_statistics():
     assert median_interval([1.0] * 9)[1:] == (1.0, 1.0)
     with pytest.raises(ValueError, match="enough rounds"):
         median_interval([1.0, 2.0, 3.0])
+
+
+def test_history_keeps_a_line_per_run_and_draws_it(tmp_path):
+    report = {
+        "datetime": "2026-01-02T03:04:05",
+        "machine_info": {"cpu": {"brand_raw": "a processor"}, "machine": "x86_64", "python_version": "3.11"},
+        "benchmarks": [
+            {
+                "params": {"name": name},
+                "stats": {"median": 1e-3, "iqr": 1e-5},
+                "extra_info": {"share_of_roofline": 0.5, "speedup_over_plain": 2.0, "threads": 2, "torch": "2.13.0"},
+            }
+            for name in ("decode-2048-f32", "knorm-1024-f32")
+        ],
+    }
+    line = history.record(report, "abcdef0123")
+    assert line["cases"]["decode-2048-f32"]["median_us"] == 1000.0
+    assert (line["date"], line["machine"], line["revision"]) == ("2026-01-02", "a processor", "abcdef0123")
+    history.plot([line, line], tmp_path / "history.png")
+    assert (tmp_path / "history.png").stat().st_size > 1000
+    with pytest.raises(SystemExit, match="no benchmark"):
+        history.record({**report, "benchmarks": []}, "abc")
