@@ -22,6 +22,7 @@ KERNEL_MODULES = (
     "decode",
     "latent",
     "scores",
+    "expected_attention",
     "cache",
 )
 

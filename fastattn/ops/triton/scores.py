@@ -1,4 +1,4 @@
-"""Knorm and KeyDiff on a device."""
+"""Knorm and KeyDiff on a device; Expected Attention has a file of its own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from fastattn.ops.triton import _launch
 from fastattn.ops.triton._slots import block_shape, slot_chunks
 from fastattn.ops.triton._tile import load_tile
 from fastattn.ops.triton.configs import OfflineCase
+from fastattn.ops.triton.expected_attention import score_expected_attention
+
+__all__ = ["score_expected_attention", "score_key_diff", "score_knorm"]
 
 # Every program of KeyDiff's second pass adds up the first pass's partial sums: more of them fill a chip better, but
 # cost more to read than the keys themselves.
