@@ -270,3 +270,16 @@ def test_failure_after_the_swap_puts_the_old_attention_back(monkeypatch):
         convert(model, SMALL, ids, evaluation=ids)
     assert torch.equal(logits(model, ids), expected)
     assert not hasattr(model.config, "fastattn_low_rank")
+
+
+def test_uniform_selection_gives_all_layers_one_rotation_so_that_policies_can_look_ahead():
+    from fastattn.integrations.transformers import compressed_cache
+
+    model = tiny_model("llama", num_hidden_layers=3)
+    convert(model, LowRankConfig(kv_lora_rank=12, qk_rope_head_dim=8, rope_selection="uniform", freq_fold=2))
+    first, *others = (layer.self_attn.inv_freq for layer in model.model.layers)
+    assert all(torch.equal(first, other) for other in others)
+    cache = compressed_cache(model, policy="expected_attention", budget=8, interval=4)
+    out = model.generate(token_ids(1, 20), past_key_values=cache, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert out.shape == (1, 26)
+    assert int(cache.kv.lengths(0).max()) <= 12
