@@ -23,6 +23,7 @@ KERNEL_MODULES = (
     "latent",
     "scores",
     "expected_attention",
+    "moments",
     "cache",
 )
 
