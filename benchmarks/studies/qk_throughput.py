@@ -10,6 +10,9 @@ sweep is the published one (batch 4, s = 2048, hidden sizes up to 32768); on a C
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
+
 import torch
 from tqdm import tqdm
 
@@ -63,7 +66,16 @@ def hardware(device: str) -> Hardware | None:
 
 def main(arguments: list[str] | None = None) -> None:
     options = common.parser(__doc__.splitlines()[0]).parse_args(arguments)
-    batch, s, heads_list, dims = sizes(options.device, options.quick)
+    study(options, *sizes(options.device, options.quick))
+
+
+def dry_run(out: Path) -> None:
+    """Every code path, at a size whose times mean nothing."""
+    options = common.parser("").parse_args(["--out", str(out), "--device", "cpu", "--fresh", "--quick"])
+    study(options, 1, 32, (2, 4), (32, 64))
+
+
+def study(options: argparse.Namespace, batch: int, s: int, heads_list: tuple[int, ...], dims: tuple[int, ...]) -> None:
     dtype = torch.bfloat16
     note = common.conditions(
         options.device,
@@ -98,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     report(rows, options, s, note, hardware(options.device))
 
 
-def report(rows: common.Rows, options: object, s: int, note: str, known: Hardware | None) -> None:
+def report(rows: common.Rows, options: argparse.Namespace, s: int, note: str, known: Hardware | None) -> None:
     found = {(int(r["heads"]), int(r["head_dim"]), r["kind"]): float(r["tflops"]) for r in rows}  # type: ignore[attr-defined]
     heads_list, dims = (sorted({key[i] for key in found}) for i in (0, 1))
     header = ["heads", "head dim", "hidden", *(f"{kind} TFLOP/s" for kind in KINDS), "roofline", "FLOP/byte"]

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +29,24 @@ from benchmarks.studies import _common as common
 from fastattn import CompressedKVCache, LowRankAttention, Rotary
 from fastattn.advice import HARDWARE, Hardware, measured_cpu
 
-HIDDEN, LAYERS, HEADS, DIM, MLP = 4096, 32, 32, 128, 11008
-RANK, NOPE, ROPE = 512, 128, 64
+
+@dataclass(frozen=True)
+class Shape:
+    """LLaMA-2-7B's decoder layer, and the low-rank attention in its place."""
+
+    hidden: int = 4096
+    layers: int = 32
+    heads: int = 32
+    dim: int = 128
+    mlp: int = 11008
+    rank: int = 512
+    query_rank: int = 512
+    nope: int = 128
+    rope: int = 64
+
+
+LLAMA = Shape()
+TINY = Shape(64, 2, 4, 16, 96, 32, 32, 16, 8)
 KINDS = ("multi-head", "full-rank Q", "Q = 512", "Q = 512, 1/8 of the tokens")
 WEIGHTS = 6.74e9 * 2  # bytes of the model in half precision
 MOST_SEQUENCES = 256
@@ -45,71 +62,83 @@ class Part:
     operations_each: float
 
 
-def parts(kind: str, context: int) -> list[Part]:
+def parts(kind: str, context: int, shape: Shape = LLAMA) -> list[Part]:
     """What one layer reads and computes for one new token per sequence, in half precision."""
 
     def matrix(rows: int, columns: int) -> Part:
         return Part(2.0 * rows * columns, 0.0, 2.0 * rows * columns)
 
-    mlp = [matrix(HIDDEN, MLP)] * 3
+    mlp = [matrix(shape.hidden, shape.mlp)] * 3
     if kind == "multi-head":
-        cache = Part(0.0, 2.0 * cached(kind, context), 4.0 * context * HEADS * DIM)
-        return [*mlp, *[matrix(HIDDEN, HIDDEN)] * 4, cache]
-    query = HEADS * (NOPE + ROPE)
-    queries = [matrix(HIDDEN, query)] if kind == "full-rank Q" else [matrix(HIDDEN, 512), matrix(512, query)]
+        cache = Part(0.0, 2.0 * cached(kind, context, shape), 4.0 * context * shape.heads * shape.dim)
+        return [*mlp, *[matrix(shape.hidden, shape.hidden)] * 4, cache]
+    query = shape.heads * (shape.nope + shape.rope)
+    queries = (
+        [matrix(shape.hidden, query)]
+        if kind == "full-rank Q"
+        else [matrix(shape.hidden, shape.query_rank), matrix(shape.query_rank, query)]
+    )
     tokens = context // 8 if kind.endswith("tokens") else context
-    cache = Part(0.0, 2.0 * cached(kind, context), 2.0 * tokens * HEADS * (2 * RANK + ROPE))
+    cache = Part(0.0, 2.0 * cached(kind, context, shape), 2.0 * tokens * shape.heads * (2 * shape.rank + shape.rope))
     return [
         *mlp,
         *queries,
-        matrix(HIDDEN, RANK + ROPE),
-        matrix(RANK, HEADS * (NOPE + DIM)),
-        matrix(HEADS * DIM, HIDDEN),
+        matrix(shape.hidden, shape.rank + shape.rope),
+        matrix(shape.rank, shape.heads * (shape.nope + shape.dim)),
+        matrix(shape.heads * shape.dim, shape.hidden),
         cache,
     ]
 
 
-def cached(kind: str, context: int) -> int:
+def cached(kind: str, context: int, shape: Shape = LLAMA) -> int:
     """Numbers that one sequence keeps in one layer's cache."""
     if kind == "multi-head":
-        return context * 2 * HEADS * DIM
-    return (context // 8 if kind.endswith("tokens") else context) * (RANK + ROPE)
+        return context * 2 * shape.heads * shape.dim
+    return (context // 8 if kind.endswith("tokens") else context) * (shape.rank + shape.rope)
 
 
-def roofline(kind: str, context: int, batch: int, hardware: Hardware) -> float:
+def roofline(kind: str, context: int, batch: int, hardware: Hardware, shape: Shape = LLAMA) -> float:
     """Seconds of one layer's step at best."""
     return sum(
         max(
             (part.shared_bytes + batch * part.bytes_each) / hardware.bandwidth,
             batch * part.operations_each / hardware.matrix_rate,
         )
-        for part in parts(kind, context)
+        for part in parts(kind, context, shape)
     )
 
 
-def sequences(kind: str, context: int, memory: float) -> int:
+def sequences(kind: str, context: int, memory: float, shape: Shape = LLAMA) -> int:
     """How many sequences' caches fit beside the weights."""
     room = memory - WEIGHTS
-    return max(1, min(MOST_SEQUENCES, int(room / (2 * LAYERS * cached(kind, context)))))
+    return max(1, min(MOST_SEQUENCES, int(room / (2 * shape.layers * cached(kind, context, shape)))))
 
 
 class Layer(nn.Module):
-    """A decoder layer without its norms: attention and a gated MLP."""
+    """A decoder layer without its norms: attention and a gated shape.mlp."""
 
-    def __init__(self, kind: str, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, kind: str, dtype: torch.dtype, device: str, shape: Shape = LLAMA) -> None:
         super().__init__()
+        self.shape = shape
         options = {"bias": False, "dtype": dtype, "device": device}
         self.low_rank = kind != "multi-head"
         if self.low_rank:
-            rank = None if kind == "full-rank Q" else 512
             self.attention: nn.Module = LowRankAttention(
-                HIDDEN, HEADS, kv_lora_rank=RANK, q_lora_rank=rank, dtype=dtype, device=device
+                shape.hidden,
+                shape.heads,
+                kv_lora_rank=shape.rank,
+                q_lora_rank=None if kind == "full-rank Q" else shape.query_rank,
+                qk_nope_head_dim=shape.nope,
+                qk_rope_head_dim=shape.rope,
+                v_head_dim=shape.dim,
+                dtype=dtype,
+                device=device,
             )
         else:
-            self.attention = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN, **options) for _ in range(4))
-            self.rotary = Rotary(10000.0 ** (-torch.arange(0, DIM, 2) / DIM)).to(device)
-        self.gate, self.up = (nn.Linear(HIDDEN, MLP, **options) for _ in range(2))
-        self.down = nn.Linear(MLP, HIDDEN, **options)
+            self.attention = nn.ModuleList(nn.Linear(shape.hidden, shape.hidden, **options) for _ in range(4))
+            self.rotary = Rotary(10000.0 ** (-torch.arange(0, shape.dim, 2) / shape.dim)).to(device)
+        self.gate, self.up = (nn.Linear(shape.hidden, shape.mlp, **options) for _ in range(2))
+        self.down = nn.Linear(shape.mlp, shape.hidden, **options)
 
     def forward(self, x: Tensor, cache: CompressedKVCache) -> Tensor:
         if self.low_rank:
@@ -118,7 +147,7 @@ class Layer(nn.Module):
             project_q, project_k, project_v, project_o = self.attention  # type: ignore[misc]
             position = cache.tokens_seen[:, None]
             query, key, value = (
-                project(x).view(x.shape[0], 1, HEADS, DIM).transpose(1, 2)
+                project(x).view(x.shape[0], 1, self.shape.heads, self.shape.dim).transpose(1, 2)
                 for project in (project_q, project_k, project_v)
             )
             out = cache.attend(0, self.rotary.rotate(query, position), self.rotary.rotate(key, position), value)
@@ -131,7 +160,9 @@ class Layer(nn.Module):
         if self.low_rank:
             cache = self.attention.make_cache("knorm", tokens, **options)  # type: ignore[operator]
         else:
-            cache = CompressedKVCache("knorm", tokens, num_layers=1, num_kv_heads=HEADS, head_dim=DIM, **options)
+            cache = CompressedKVCache(
+                "knorm", tokens, num_layers=1, num_kv_heads=self.shape.heads, head_dim=self.shape.dim, **options
+            )
         cache.keys(0).normal_()
         if not self.low_rank:
             cache.values(0).normal_()
@@ -151,7 +182,7 @@ def measure(
     for kind, layer in layers.items():
         tokens = context // 8 if kind.endswith("tokens") else context
         cache = layer.full_cache(tokens, batches[kind], dtype, device)
-        x = torch.randn(batches[kind], 1, HIDDEN, dtype=dtype, device=device)
+        x = torch.randn(batches[kind], 1, layer.shape.hidden, dtype=dtype, device=device)
         steps[kind] = lambda layer=layer, x=x, cache=cache: layer(x, cache)  # type: ignore[misc]
         out = steps[kind]()
         if not bool(out.isfinite().all()):
@@ -168,11 +199,22 @@ def main(arguments: list[str] | None = None) -> None:
     given = options.parse_args(arguments)
     given.memory_gb = given.memory_gb or (24.0 if given.quick else 64.0)
     contexts = (1024, 4096) if given.quick else (1024, 2048, 4096, 8192, 16384, 32768)
+    study(given, contexts, LLAMA)
+
+
+def dry_run(out: Path) -> None:
+    """Every code path, at a size whose times mean nothing."""
+    given = common.parser("").parse_args(["--out", str(out), "--device", "cpu", "--fresh", "--quick"])
+    given.memory_gb, given.predict = (WEIGHTS + 1e6) / 1e9, ["h200"]
+    study(given, (64, 128), TINY)
+
+
+def study(given: argparse.Namespace, contexts: tuple[int, ...], shape: Shape) -> None:
     hardware = measured_cpu() if given.device == "cpu" else _gpu(given.device)
     note = common.conditions(
         given.device,
         phase="decode",
-        layers="1 of 32 timed",
+        layers=f"1 of {shape.layers} timed",
         dtype="bfloat16",
         mode="eager, median of interleaved rounds",
         memory=f"{given.memory_gb:g} GB, at most {MOST_SEQUENCES} sequences",
@@ -190,9 +232,9 @@ def main(arguments: list[str] | None = None) -> None:
         for mode, context in tqdm([(m, c) for m in MODES for c in contexts], desc="decoder layer"):
             if not any(rows.missing(mode=mode, context=context, kind=kind) for kind in KINDS):
                 continue
-            layers = layers or {kind: Layer(kind, torch.bfloat16, given.device).eval() for kind in KINDS}
+            layers = layers or {kind: Layer(kind, torch.bfloat16, given.device, shape).eval() for kind in KINDS}
             memory = 1e9 * given.memory_gb
-            batches = {kind: sequences(kind, context, memory) if mode == "throughput" else 1 for kind in KINDS}
+            batches = {kind: sequences(kind, context, memory, shape) if mode == "throughput" else 1 for kind in KINDS}
             times = measure(context, batches, layers, given.device, 3 if given.quick else 9)
             for kind, seconds in times.items():
                 rows.add(
@@ -201,7 +243,7 @@ def main(arguments: list[str] | None = None) -> None:
                     kind=kind,
                     batch=batches[kind],
                     milliseconds=1e3 * seconds,
-                    roofline_ms=1e3 * roofline(kind, context, batches[kind], hardware),
+                    roofline_ms=1e3 * roofline(kind, context, batches[kind], hardware, shape),
                 )
     report(rows, given, note)
 
@@ -264,7 +306,7 @@ def report(rows: common.Rows, given: argparse.Namespace, note: str) -> None:
             yscale="log",
         )
         ticks = sorted({*contexts, *(int(p["context"]) for p in reference if mode == "throughput")})
-        axis.set_xticks(ticks, [f"{context // 1024}k" for context in ticks])
+        axis.set_xticks(ticks, [f"{context / 1024:g}k" for context in ticks])
         axis.set_yticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
         axis.minorticks_off()
         axis.set_xlim(ticks[0] * 0.9, ticks[-1] * 5)
