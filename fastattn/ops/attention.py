@@ -131,7 +131,7 @@ ATTENTION_BACKWARD = register(
     "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, bool causal, float scale,"
     " Tensor? key_start, Tensor? lengths) -> (Tensor, Tensor, Tensor)",
     cpu="fastattn.ops.cpu.attention:attention_backward",
-    triton="fastattn.ops.triton.attention:attention_backward",
+    triton="fastattn.ops.triton.attention_backward:attention_backward",
     fake=_fake_backward,
 )
 register_backward("attention", _backward, _setup_context)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from torch import Tensor
 
 from fastattn.ops import _register
@@ -19,8 +19,13 @@ MOST_TOKENS = 256
 
 
 def examples(count: int) -> settings:
-    """Settings of a hypothesis test that interprets kernels: ``count`` examples, each as slow as it is."""
-    return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
+    """Settings of a hypothesis test that interprets kernels: each example is slow, and shrinking would take minutes."""
+    return settings(
+        max_examples=count,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.explicit, Phase.reuse, Phase.generate),
+    )
 
 
 @contextlib.contextmanager

@@ -19,8 +19,11 @@ FAMILIES = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 # Modules of fastattn.ops.triton that define offline_cases(), in the order of the table.
 KERNEL_MODULES = (
     "attention",
+    "attention_backward",
     "decode",
     "latent",
+    "merge",
+    "qk",
     "scores",
     "expected_attention",
     "moments",
@@ -220,4 +223,73 @@ _ATTENTION_FLOAT32 = {
     "sm_90": (32, 32, 8, 1),
     "sm_100": (32, 32, 8, 1),
     "gfx942": (32, 16, 4, 1),
+}
+
+
+def backward_configs(family: str, columns: int, itemsize: int) -> tuple[Config, Config]:
+    """The tiles of attention's gradient by keys and by queries: a program owns ``rows`` and loops over ``keys``."""
+    if itemsize == 4:
+        tile = Config(*_BACKWARD_FLOAT32[family])
+        return tile, tile
+    for largest, by_keys, by_queries in _BACKWARD[family]:
+        if columns <= largest:
+            return Config(*by_keys), Config(*by_queries)
+    raise ValueError(f"attention supports up to {_BACKWARD[family][-1][0]} columns, got {columns}")
+
+
+# (largest head dim, tile by keys, tile by queries). Two accumulators and five products: smaller tiles than forward.
+_BACKWARD = {
+    "sm_90": (
+        (64, (64, 64, 4, 2), (64, 64, 4, 3)),
+        (128, (64, 64, 8, 2), (64, 64, 8, 2)),
+        (192, (64, 32, 8, 2), (64, 32, 8, 2)),
+        (256, (64, 32, 8, 1), (64, 32, 8, 2)),
+    ),
+    "sm_100": (
+        (64, (64, 64, 4, 2), (64, 64, 4, 2)),
+        (128, (64, 32, 8, 2), (64, 32, 8, 2)),
+        (192, (64, 32, 8, 1), (64, 32, 8, 1)),
+        (256, (64, 32, 8, 1), (64, 32, 8, 1)),
+    ),
+    "sm_80": (
+        (64, (64, 64, 4, 2), (64, 64, 4, 2)),
+        (128, (64, 32, 8, 2), (64, 32, 8, 2)),
+        (192, (64, 32, 8, 1), (64, 32, 8, 1)),
+        (256, (32, 32, 8, 1), (32, 32, 8, 1)),
+    ),
+    "sm_86": (
+        (64, (64, 32, 4, 2), (64, 32, 4, 2)),
+        (128, (64, 32, 8, 2), (64, 32, 8, 2)),
+        (192, (32, 32, 8, 1), (32, 32, 8, 1)),
+        (256, (32, 32, 8, 1), (32, 32, 8, 1)),
+    ),
+    "gfx942": (
+        (64, (64, 32, 4, 1), (64, 32, 4, 1)),
+        (128, (32, 32, 4, 1), (32, 32, 4, 1)),
+        (192, (32, 16, 4, 1), (32, 16, 4, 1)),
+        (256, (32, 16, 4, 1), (32, 16, 4, 1)),
+    ),
+}
+_BACKWARD_FLOAT32 = {
+    "sm_80": (32, 32, 8, 1),
+    "sm_86": (16, 16, 8, 1),
+    "sm_90": (32, 32, 8, 1),
+    "sm_100": (32, 32, 8, 1),
+    "gfx942": (16, 16, 4, 1),
+}
+
+
+def qk_config(family: str, rows: int, itemsize: int) -> Config:
+    """The tile of ``qk_scores`` for ``rows`` (queries times group): a matrix product whose result is what costs."""
+    if itemsize == 4:
+        return Config(32, 64, 4, 1)
+    return Config(16, 128, 4, 2) if rows <= 16 else Config(*_QK[family])
+
+
+_QK = {
+    "sm_90": (128, 128, 8, 3),
+    "sm_100": (128, 128, 8, 3),
+    "sm_80": (128, 128, 8, 3),
+    "sm_86": (128, 64, 4, 3),
+    "gfx942": (128, 128, 8, 1),
 }
