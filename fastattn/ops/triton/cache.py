@@ -20,17 +20,6 @@ MOVE_BYTES = 64  # width of a column slice: two sectors of memory
 
 
 @triton.jit
-def count_valid(p_position, tokens):
-    """How many of the first ``tokens`` positions are not -1."""
-    count = tl.zeros((), tl.int32)
-    for start in tl.range(0, tokens, COUNT_BLOCK):
-        o_t = start + tl.arange(0, COUNT_BLOCK)
-        b_position = tl.load(p_position + o_t, mask=o_t < tokens, other=-1)
-        count += tl.sum((b_position >= 0).to(tl.int32), 0)
-    return count
-
-
-@triton.jit
 def append_kernel(
     key_cache,
     value_cache,
@@ -80,7 +69,12 @@ def append_kernel(
     length = tl.load(p_length)
     start = length
     if not ADVANCE:
-        start += count_valid(p_new, first)
+        # Behind the earlier tiles' tokens. Counted here, not in a function: torch.compile would take what its result
+        # reaches for derived from the positions, and these for written.
+        for o_first in tl.range(0, first, COUNT_BLOCK):
+            o_t = o_first + tl.arange(0, COUNT_BLOCK)
+            b_position = tl.load(p_new + o_t, mask=o_t < first, other=-1)
+            start += tl.sum((b_position >= 0).to(tl.int32), 0)
 
     o_t = first + tl.arange(0, BLOCK_T)
     b_position = tl.load(p_new + o_t, mask=o_t < tokens, other=-1)
@@ -112,7 +106,12 @@ def advance_kernel(lengths, position, heads, tokens, slots, slb, slh):
     i_row = tl.program_id(0).to(tl.int64)
     i_b = i_row // heads
     p_length = lengths + i_b * slb + (i_row % heads) * slh
-    length = tl.load(p_length) + count_valid(position + i_b * tokens, tokens)
+    p_new = position + i_b * tokens
+    length = tl.load(p_length)
+    for o_first in tl.range(0, tokens, COUNT_BLOCK):
+        o_t = o_first + tl.arange(0, COUNT_BLOCK)
+        b_position = tl.load(p_new + o_t, mask=o_t < tokens, other=-1)
+        length += tl.sum((b_position >= 0).to(tl.int32), 0)
     tl.debug_barrier()  # every warp has read the old length
     tl.store(p_length, tl.minimum(length, slots))
 

@@ -19,31 +19,6 @@ def order_bits(b_score):
 
 
 @triton.jit
-def search_threshold(p_score, length, budget, BLOCK: tl.constexpr):
-    """The bits of the ``budget``-th best of ``length`` scores, how many slots equal it, how many of those are kept."""
-    wanted = budget  # still to take at this prefix, counted from the top
-    prefix = tl.zeros((), tl.uint32)
-    equal = tl.zeros((), tl.int32)
-    o_digit = tl.arange(0, 256)
-    for i_pass in tl.static_range(4):
-        b_count = tl.zeros((256,), tl.int32)
-        for start in tl.range(0, length, BLOCK):
-            o_c = start + tl.arange(0, BLOCK)
-            m_c = o_c < length
-            bits = order_bits(tl.load(p_score + o_c, mask=m_c, other=0.0))
-            if i_pass > 0:
-                m_c = m_c & ((bits >> (32 - 8 * i_pass)) == prefix)
-            b_digit = ((bits >> (24 - 8 * i_pass)) & 255).to(tl.int32)
-            b_count += tl.histogram(b_digit, 256, mask=m_c)
-        at_least = tl.sum(b_count, 0) - tl.cumsum(b_count, 0) + b_count
-        digit = tl.max(tl.where(at_least >= wanted, o_digit, 0), 0)
-        wanted -= tl.sum(tl.where(o_digit > digit, b_count, 0), 0)
-        equal = tl.sum(tl.where(o_digit == digit, b_count, 0), 0)
-        prefix = (prefix << 8) | digit.to(tl.uint32)
-    return prefix, equal, wanted
-
-
-@triton.jit
 def select_kernel(
     scores,
     positions,
@@ -76,8 +51,30 @@ def select_kernel(
     if changes:
         p_score = scores + i_row * slots
         p_position = positions + i_b * spb + i_h * sph
-        threshold, equal, wanted = search_threshold(p_score, length, budget, BLOCK)
-        passed = equal - wanted  # of the slots that equal the threshold, the first ones are evicted
+        # The bits of the budget-th best score, eight at a time. Not a function of its own: torch.compile would take
+        # whatever its result reaches for derived from the scores, and these for written.
+        wanted = budget  # still to take at this prefix, counted from the top
+        threshold = tl.zeros((), tl.uint32)
+        equal = tl.zeros((), tl.int32)
+        o_digit = tl.arange(0, 256)
+        for i_pass in tl.static_range(4):
+            b_count = tl.zeros((256,), tl.int32)
+            for start in tl.range(0, length, BLOCK):
+                o_c = start + tl.arange(0, BLOCK)
+                m_c = o_c < length
+                bits = order_bits(tl.load(p_score + o_c, mask=m_c, other=0.0))
+                if i_pass > 0:
+                    m_c = m_c & ((bits >> (32 - 8 * i_pass)) == threshold)
+                b_digit = ((bits >> (24 - 8 * i_pass)) & 255).to(tl.int32)
+                b_count += tl.histogram(b_digit, 256, mask=m_c)
+            at_least = tl.sum(b_count, 0) - tl.cumsum(b_count, 0) + b_count
+            digit = tl.max(tl.where(at_least >= wanted, o_digit, 0), 0)
+            wanted -= tl.sum(tl.where(o_digit > digit, b_count, 0), 0)
+            equal = tl.sum(tl.where(o_digit == digit, b_count, 0), 0)
+            threshold = (threshold << 8) | digit.to(tl.uint32)
+
+        # Everything above is kept, and the latest of the slots that equal it.
+        passed = equal - wanted
         seen = tl.zeros((), tl.int32)
         kept = tl.zeros((), tl.int32)
         for start in tl.range(0, length, BLOCK):
