@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks._timing import speedup, take_turns
 from fastattn import LowRankAttention, Rotary
 from fastattn.ops import decode_attention, latent_decode
 
@@ -30,6 +31,7 @@ RANK, NOPE, ROPE = 512, 128, 64
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Largest difference to the other implementation of the same layer, relative to the largest output.
 TOLERANCE = {torch.bfloat16: 4e-2, torch.float32: 1e-4}
+SLOW_ROUNDS = 3
 FIRST_BASELINE, LLAMA = "MHA, SDPA", "LlamaAttention, DynamicCache"
 
 
@@ -200,23 +202,23 @@ def check_agreement(contestants: list[Contestant], dtype: torch.dtype) -> None:
             raise SystemExit(f"{contestant.name} differs from {contestants[0].name} by {error:.2e}: nothing is timed")
 
 
+def now() -> float:
+    """Seconds: of the wall clock, or of this thread's work where it is the only one (``--one-thread``)."""
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
 def interleaved(contestants: list[Contestant], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of every contestant in every round; slow ones take part in the first rounds only."""
-    times: dict[str, list[float]] = {c.name: [] for c in contestants}
-    for index in range(rounds + 1):
-        for contestant in contestants:
-            if contestant.slow and index > 3:
-                continue
-            start = time.perf_counter()
-            contestant.step()
-            if index:  # the first round warms up
-                times[contestant.name].append(1e3 * (time.perf_counter() - start))
-    return times
+    every = take_turns({c.name: c.step for c in contestants}, rounds=min(rounds, SLOW_ROUNDS), warmup=1, clock=now)
+    quick = {c.name: c.step for c in contestants if not c.slow}
+    more = take_turns(quick, rounds=rounds - SLOW_ROUNDS, warmup=0, clock=now) if rounds > SLOW_ROUNDS else {}
+    return {name: [1e3 * second for second in times + more.get(name, [])] for name, times in every.items()}
 
 
 def ratio(times: dict[str, list[float]], slower: str, faster: str) -> float:
-    """Median over rounds of how many times faster ``faster`` was."""
-    return median(a / b for a, b in zip(times[slower], times[faster], strict=False))
+    """Median over common rounds of how many times faster ``faster`` was."""
+    rounds = min(len(times[slower]), len(times[faster]))
+    return speedup(times[slower][:rounds], times[faster][:rounds]).median
 
 
 @dataclass
@@ -231,12 +233,12 @@ class Machine:
         vector, matrix = torch.ones(2**26), torch.randn(2048, 2048, dtype=dtype)
         best = {"read": float("inf"), "matmul": float("inf")}
         for _ in range(8):
-            start = time.perf_counter()
+            start = now()
             vector.sum()
-            best["read"] = min(best["read"], time.perf_counter() - start)
-            start = time.perf_counter()
+            best["read"] = min(best["read"], now() - start)
+            start = now()
             matrix @ matrix
-            best["matmul"] = min(best["matmul"], time.perf_counter() - start)
+            best["matmul"] = min(best["matmul"], now() - start)
         return cls(vector.numel() * 4 / best["read"], 2 * 2048**3 / best["matmul"])
 
     def roofline_ms(self, read: float, flops: float) -> float:
@@ -335,8 +337,13 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384, 32768])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument(
+        "--one-thread", action="store_true", help="one thread and its CPU time: for a machine that others use"
+    )
     parser.add_argument("--json", help="write the rows to this file")
     arguments = parser.parse_args()
+    if arguments.one_thread:
+        torch.set_num_threads(1)
     rows: list[Row] = []
     with torch.no_grad():
         for name in arguments.dtypes:
