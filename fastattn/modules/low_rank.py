@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from fastattn.modules import low_rank_checks as check
@@ -194,7 +193,7 @@ class LowRankAttention(nn.Module):
         else:
             check.check_no_grad(new.query_rope, new.latent)
             out = (paths.absorbed_over_cache if absorb else paths.expanded_over_cache)(self, new, cache, layer)
-        return self.o_proj(rearrange(out, "b h t d -> b t (h d)"))
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _project(self, hidden_states: Tensor, position_ids: Tensor, mask: Tensor | None) -> paths.Projected:
         queries = self._queries(hidden_states, position_ids)
@@ -207,7 +206,7 @@ class LowRankAttention(nn.Module):
         else:
             latent = self.q_a_proj(hidden_states)
             query = self.q_b_proj(latent if self.q_a_layernorm is None else self.q_a_layernorm(latent))
-        query = rearrange(query, "b t (h d) -> b h t d", h=self.num_heads)
+        query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, T, dn + dr]
         nope, rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         return nope, self.rotary.rotate(rope, position_ids)
 

@@ -3,12 +3,14 @@
 Expanded, every latent ``c`` is taken through the up-projection, ``k = W_UK c`` and ``v = W_UV c`` per head. Absorbed,
 the query is taken through its transpose instead, ``q . W_UK c = (W_UK^T q) . c``, and the output latent through
 ``W_UV``.
+
+Shapes are changed by methods of tensors, not by einops: torch.compile guards on einops' table of array types, and
+compiled decoding would be compiled again when any other code shows einops a new one.
 """
 
 from __future__ import annotations
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 
@@ -53,14 +55,15 @@ def up_weight(projection: nn.Module, rank: int, like: Tensor) -> Tensor:
 
 def split_heads(weight: Tensor, heads: int, nope_dim: int) -> tuple[Tensor, Tensor]:
     """``[H (dn + dv), R]`` as the views ``W_UK [H, dn, R]`` and ``W_UV [H, dv, R]``."""
-    per_head = rearrange(weight, "(h d) r -> h d r", h=heads)
+    per_head = weight.unflatten(0, (heads, -1))
     return per_head[:, :nope_dim], per_head[:, nope_dim:]
 
 
 def absorb_query(query_nope: Tensor, key_up: Tensor) -> Tensor:
     """``W_UK^T q``: ``[B, H, T, dn]`` and ``[H, dn, R]`` -> ``[B, H, T, R]``."""
-    product = torch.bmm(rearrange(query_nope, "b h t d -> h (b t) d"), key_up)
-    return rearrange(product, "h (b t) r -> b h t r", b=query_nope.shape[0])
+    batch, _, tokens, _ = query_nope.shape
+    product = torch.bmm(query_nope.transpose(0, 1).flatten(1, 2), key_up)  # [H, B T, R]
+    return product.unflatten(1, (batch, tokens)).transpose(0, 1)
 
 
 def expand_output(out_latent: Tensor, value_up: Tensor) -> Tensor:
@@ -69,15 +72,16 @@ def expand_output(out_latent: Tensor, value_up: Tensor) -> Tensor:
     The batch is folded into the vectors, so that the weights are read once, and the weights stand first: a transposed
     view of them would be copied on a CPU, at four times the cost of the product.
     """
-    product = torch.bmm(value_up, rearrange(out_latent, "b h t r -> h r (b t)"))
-    return rearrange(product, "h d (b t) -> b h t d", b=out_latent.shape[0])
+    batch, _, tokens, _ = out_latent.shape
+    product = torch.bmm(value_up, out_latent.transpose(0, 1).flatten(1, 2).mT)  # [H, dv, B T]
+    return product.unflatten(2, (batch, tokens)).permute(2, 0, 3, 1)
 
 
 def expand_latent(
     projection: nn.Module, latent: Tensor, rope_key: Tensor, heads: int, nope_dim: int
 ) -> tuple[Tensor, Tensor]:
     """Keys ``[B, H, S, dn + dr]`` and values ``[B, H, S, dv]`` of ``latent [B, S, R]``, ``rope_key [B, S, dr]``."""
-    expanded = rearrange(projection(latent), "b s (h d) -> b h s d", h=heads)
+    expanded = projection(latent).unflatten(-1, (heads, -1)).transpose(1, 2)  # [B, H, S, dn + dv]
     key_nope, value = expanded[..., :nope_dim], expanded[..., nope_dim:]
     shared = rope_key[:, None].expand(-1, heads, -1, -1)  # one rope key for all heads
     return torch.cat([key_nope, shared], dim=-1), value
