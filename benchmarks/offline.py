@@ -8,11 +8,15 @@ just-in-time compiler would specialise them (integers equal to 1, pointers and s
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib
+import inspect
 import os
 import re
 import subprocess
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -147,6 +151,33 @@ def _job(case: OfflineCase, family: str, launch: _launch.Launch) -> Job:
         options=tuple(sorted(launch.options.items())),
         narrow=kernel.fn.__name__ in case.narrow,
     )
+
+
+def source_of(job: Job) -> str:
+    """A fingerprint of all that decides ``job``'s machine code but the compiler: code without comments, arguments."""
+    kernel = getattr(importlib.import_module(job.module), job.kernel)
+    parts: dict[str, str] = {}
+    _collect(kernel, parts)
+    plain = (job.family, job.signature, job.constexprs, job.aligned, job.options)
+    return hashlib.sha256(repr((sorted(parts.items()), plain)).encode()).hexdigest()[:12]
+
+
+def _collect(function: Any, parts: dict[str, str]) -> None:
+    """Code and compile-time constants that a Triton function reaches, by qualified name."""
+    name = f"{function.fn.__module__}.{function.fn.__name__}"
+    if name in parts:
+        return
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function.fn)))
+    body = tree.body[0].body
+    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        del body[0]  # the docstring
+    parts[name] = ast.unparse(tree)
+    for node in ast.walk(tree):
+        value = function.fn.__globals__.get(node.id) if isinstance(node, ast.Name) else None
+        if isinstance(value, triton.runtime.JITFunction):
+            _collect(value, parts)
+        elif isinstance(value, triton.language.constexpr):
+            parts[f"{name}.{node.id}"] = repr(value.value)
 
 
 def compile_job(job: Job) -> Resources:

@@ -83,31 +83,40 @@ class SplitConfig(Config):
     resident: int
 
 
-def decode_config(family: str, rows: int, slot_bytes: int) -> SplitConfig:
+def decode_config(family: str, rows: int, slot_bytes: int, itemsize: int) -> SplitConfig:
     """The tile of ``decode_attention`` for ``rows`` (queries times group) and ``slot_bytes`` (key and value of a slot).
 
     Decoding reads every slot once and computes little, so the tile is chosen to keep many bytes in flight: about
     ``keys * stages * slot_bytes`` of shared memory per program. More rows than needed cost nothing but registers.
     """
-    block = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    for largest, keys, warps, stages, resident in _DECODE[family]:
+    lines: tuple[tuple[int, ...], ...] = _DECODE[family]
+    if itemsize == 4:
+        lines = _DECODE_FLOAT32["gfx942" if family == "gfx942" else "nvidia"]
+    for largest, most_rows, keys, warps, stages, resident in lines:
         if slot_bytes <= largest:
-            return SplitConfig(block, keys, warps, stages, resident)
-    raise ValueError(f"decode_attention supports up to {_DECODE[family][-1][0]} bytes per slot, got {slot_bytes}")
+            block = 16 if rows <= 16 else 32 if rows <= 32 else 64
+            return SplitConfig(min(block, most_rows), keys, warps, stages, resident)
+    raise ValueError(f"decode_attention supports up to {lines[-1][0]} bytes per slot, got {slot_bytes}")
 
 
-# (largest bytes per slot, keys, warps, stages, programs per processor).
-# 256 = 64/64, 512 = 128/128, 640 = 192/128 or 1,024 = 256/256, 2,048 = 512/512, in 16 bits; twice that in float32.
+# (largest bytes per slot, most rows, keys, warps, stages, programs per processor).
+# 256 = 64/64, 512 = 128/128, 640 = 192/128, 1,024 = 256/256, 2,048 = 512/512.
+# Rows are limited where the accumulator (rows * value dim numbers) spills.
 _DECODE = {
     # 227 KiB per block: two programs of about 100 KiB overlap one's start with the other's loads
-    "sm_90": ((256, 128, 4, 3, 2), (512, 64, 4, 3, 2), (1024, 32, 4, 3, 2), (2048, 32, 4, 2, 1), (4096, 16, 8, 2, 1)),
-    "sm_100": ((256, 128, 4, 3, 2), (512, 64, 4, 3, 2), (1024, 32, 4, 3, 2), (2048, 32, 4, 2, 1), (4096, 16, 8, 2, 1)),
+    "sm_90": ((256, 64, 128, 4, 3, 2), (512, 64, 64, 4, 3, 2), (1024, 64, 32, 4, 3, 2), (2048, 32, 32, 8, 2, 1)),
+    "sm_100": ((256, 64, 128, 4, 3, 2), (512, 64, 64, 4, 3, 2), (1024, 64, 32, 4, 3, 2), (2048, 32, 32, 8, 2, 1)),
     # 163 KiB: two programs of 64 to 80 KiB
-    "sm_80": ((256, 128, 4, 2, 2), (512, 64, 4, 2, 2), (1024, 32, 4, 2, 2), (2048, 16, 4, 2, 2), (4096, 16, 8, 1, 1)),
+    "sm_80": ((256, 64, 128, 4, 2, 2), (512, 64, 64, 4, 2, 2), (1024, 32, 32, 4, 2, 2), (2048, 32, 16, 8, 2, 2)),
     # 99 KiB: one program of 64 KiB
-    "sm_86": ((256, 128, 4, 2, 1), (512, 64, 4, 2, 1), (1024, 32, 4, 2, 1), (2048, 16, 4, 2, 1), (4096, 16, 8, 1, 1)),
+    "sm_86": ((256, 64, 128, 4, 2, 1), (512, 64, 64, 4, 2, 1), (1024, 32, 32, 4, 2, 1), (2048, 32, 16, 8, 2, 1)),
     # 64 KiB, one stage: the compiler keeps the next tile in registers instead
-    "gfx942": ((256, 64, 4, 1, 2), (512, 32, 4, 1, 2), (1024, 32, 4, 1, 1), (2048, 16, 4, 1, 1), (4096, 16, 4, 1, 1)),
+    "gfx942": ((256, 64, 64, 4, 1, 2), (512, 64, 32, 4, 1, 2), (1024, 32, 32, 4, 1, 1), (2048, 16, 16, 4, 1, 1)),
+}
+# Without a matrix unit each thread holds whole operand rows: eight warps and few keys, or they spill.
+_DECODE_FLOAT32 = {
+    "nvidia": ((1024, 16, 32, 8, 2, 2), (2048, 16, 16, 8, 2, 2), (4096, 16, 16, 8, 1, 1)),
+    "gfx942": ((1024, 16, 32, 4, 1, 2), (2048, 16, 16, 4, 1, 1), (4096, 16, 16, 4, 1, 1)),
 }
 
 
@@ -172,7 +181,7 @@ _LATENT = {
 def attention_config(family: str, rows: int, columns: int, itemsize: int) -> Config:
     """The forward tile of ``attention`` for ``rows`` (queries times group) and the wider of the two head dims."""
     if itemsize == 4:
-        return Config(*_ATTENTION_FLOAT32[family])
+        return Config(*_ATTENTION_FLOAT32["gfx942" if family == "gfx942" else "nvidia"][columns > 128])
     few = rows <= 64
     for largest, many_rows, few_rows in _ATTENTION[family]:
         if columns <= largest:
@@ -204,7 +213,7 @@ _ATTENTION = {
         (256, (64, 32, 8, 2), (64, 32, 8, 2)),
     ),
     "sm_86": (
-        (64, (128, 64, 4, 3), (64, 32, 4, 3)),
+        (64, (128, 32, 4, 3), (64, 32, 4, 3)),
         (128, (128, 32, 8, 2), (64, 32, 4, 2)),
         (192, (128, 32, 8, 2), (64, 32, 4, 2)),
         (256, (64, 32, 8, 2), (64, 32, 8, 2)),
@@ -216,20 +225,17 @@ _ATTENTION = {
         (256, (64, 32, 4, 1), (64, 32, 4, 1)),
     ),
 }
-# Dots with IEEE rounding run on the ordinary units, operands and accumulator in registers.
+# Dots with IEEE rounding run on the ordinary units, operands and accumulator in registers: (up to 128 columns, above).
 _ATTENTION_FLOAT32 = {
-    "sm_80": (32, 32, 8, 1),
-    "sm_86": (32, 32, 8, 1),
-    "sm_90": (32, 32, 8, 1),
-    "sm_100": (32, 32, 8, 1),
-    "gfx942": (32, 16, 4, 1),
+    "nvidia": ((32, 32, 8, 1), (16, 16, 8, 1)),
+    "gfx942": ((32, 16, 4, 1), (16, 16, 4, 1)),
 }
 
 
 def backward_configs(family: str, columns: int, itemsize: int) -> tuple[Config, Config]:
     """The tiles of attention's gradient by keys and by queries: a program owns ``rows`` and loops over ``keys``."""
     if itemsize == 4:
-        tile = Config(*_BACKWARD_FLOAT32[family])
+        tile = Config(16, 16, 4 if family == "gfx942" else 8, 1)  # larger ones spill kilobytes
         return tile, tile
     for largest, by_keys, by_queries in _BACKWARD[family]:
         if columns <= largest:
@@ -254,7 +260,7 @@ _BACKWARD = {
     "sm_80": (
         (64, (64, 64, 4, 2), (64, 64, 4, 2)),
         (128, (64, 32, 8, 2), (64, 32, 8, 2)),
-        (192, (64, 32, 8, 1), (64, 32, 8, 1)),
+        (192, (32, 32, 8, 1), (64, 32, 8, 1)),
         (256, (32, 32, 8, 1), (32, 32, 8, 1)),
     ),
     "sm_86": (
@@ -269,13 +275,6 @@ _BACKWARD = {
         (192, (32, 16, 4, 1), (32, 16, 4, 1)),
         (256, (32, 16, 4, 1), (32, 16, 4, 1)),
     ),
-}
-_BACKWARD_FLOAT32 = {
-    "sm_80": (32, 32, 8, 1),
-    "sm_86": (16, 16, 8, 1),
-    "sm_90": (32, 32, 8, 1),
-    "sm_100": (32, 32, 8, 1),
-    "gfx942": (16, 16, 4, 1),
 }
 
 

@@ -139,7 +139,7 @@ def decode_attention(
     dk1, dk2 = _launch.split_columns(key_dim)
     dv1 = _launch.next_power_of_two(value_dim, 16)
     target = _launch.target_of(query)
-    config = decode_config(target.family, group * tokens, (dk1 + dk2 + dv1) * query.itemsize)
+    config = decode_config(target.family, group * tokens, (dk1 + dk2 + dv1) * query.itemsize, query.itemsize)
     row_tiles = triton.cdiv(group * tokens, config.rows)
     programs = batch * kv_heads * row_tiles
     splits = split_count(target, programs, triton.cdiv(capacity, config.keys), config.resident)
@@ -195,9 +195,10 @@ def offline_cases() -> list[OfflineCase]:
 
     cases = [
         case(f"decode_attention {dk}/{dv} rows {group * tokens}", group, dk, dv, tokens)
-        for dk, dv in ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
+        for dk, dv in ((64, 64), (128, 128), (256, 256), (512, 512))
         for group, tokens in ((4, 1), (16, 2), (8, 8))
     ]
-    cases.append(case("decode_attention 96/96 rows 4", 4, 96, 96))
-    cases.append(case("decode_attention 128/128 rows 4 float32", 4, 128, 128, dtype=torch.float32))
+    cases += [case(f"decode_attention {dk}/{dv} rows 4", 4, dk, dv) for dk, dv in ((96, 96), (192, 128))]
+    for dim in (64, 128, 256, 512):
+        cases.append(case(f"decode_attention {dim}/{dim} rows 4 float32", 4, dim, dim, dtype=torch.float32))
     return cases
