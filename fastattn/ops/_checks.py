@@ -71,7 +71,7 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
     if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat)):
         raise TypeError(f"scale must be a float or None, got {type(scale).__name__}")
-    if isinstance(scale, (int, float)) and not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:  # torch.compile traces comparisons of a symbolic float, not math.isfinite
         raise ValueError(f"scale must be finite, got {scale}")
     return float(scale)
 
