@@ -90,7 +90,7 @@ def _name(node: torch.fx.Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
-def capture(function: Callable[..., Any], *args: Any, backward: bool = False) -> Captured:
+def capture(function: Callable[..., Any], *args: Any, backward: bool = False, dynamic: bool = False) -> Captured:
     """Compile ``function`` for ``args`` (CPU tensors) as for a GPU, and keep the graphs instead of running them."""
     captured = Captured()
 
@@ -113,7 +113,7 @@ def capture(function: Callable[..., Any], *args: Any, backward: bool = False) ->
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, keep_inference_input_mutations=True)
     with _without_device(), _register.force_triton():
-        result = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*args)
+        result = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
         if backward:
             result.sum().backward()
     torch._dynamo.reset()

@@ -92,6 +92,18 @@ def test_kernels_of_one_call_and_no_copy(name):
     assert captured.clones() == []
 
 
+@pytest.mark.parametrize("name", [*INFERENCE, *IN_PLACE])
+def test_symbolic_sizes_trace_into_one_graph(name):
+    function, arguments, kernels = {**INFERENCE, **IN_PLACE}[name]
+    if name == "decode_attention, one split":  # the split count is symbolic: the combine step stays
+        kernels = ["decode_kernel", "combine_kernel"]
+    with torch.no_grad():
+        captured = capture(function, *arguments(), dynamic=True)
+    assert len(captured.graphs) == 1
+    assert captured.kernels() == kernels
+    assert captured.clones() == []
+
+
 def test_a_decoding_step_attends_appends_and_compacts_without_copying_the_cache():
     def step(query, new, at, key, value, positions, lengths):
         out, lse = ops.decode_attention(query, key, value, lengths, return_lse=True, causal=False)
