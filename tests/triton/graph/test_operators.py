@@ -46,7 +46,7 @@ INFERENCE = {
     ),
     "decode_attention, one split": (
         lambda q, k, v, n: ops.decode_attention(q, k, v, n),
-        lambda: (_query(), _cache(100), _cache(100), _lengths()),
+        lambda: (_query(), _cache(32), _cache(32), _lengths()),
         ["decode_kernel"],
     ),
     "latent_decode": (
