@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -93,8 +93,12 @@ def register(
     def cpu_kernel(*args: Any) -> Any:
         return run_triton(*args) if _force_triton else run_cpu(*args)
 
+    def cuda_kernel(*args: Any) -> Any:
+        with torch.cuda.device(_device_of(args)):  # Triton launches on the current device, not on the tensors'
+            return run_triton(*args)
+
     library.impl(name, cpu_kernel, "CPU")
-    library.impl(name, run_triton, "CUDA")
+    library.impl(name, cuda_kernel, "CUDA")
     qualified = f"{NAMESPACE}::{name}"
     torch.library.register_fake(qualified, fake, lib=library)
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -112,17 +116,24 @@ def _make_launcher_visible(
         global _tracing
         from torch.export._trace import custom_triton_ops_decomposition_disabled
 
-        on_gpu = any(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
+        arguments = _bind(overload, args, kwargs)
+        on_gpu = _device_of(arguments).type == "cuda"
         if not (on_gpu or _force_triton) or custom_triton_ops_decomposition_disabled():
             return mode.__torch_dispatch__(op, types, args, kwargs)
         previous, _tracing = _tracing, True
         try:
             with mode:
-                return launcher(*_bind(overload, args, kwargs))
+                return launcher(*arguments)
         finally:
             _tracing = previous
 
     torch.library.register_torch_dispatch(qualified, FunctionalTensorMode, decompose, lib=library)
+
+
+def _device_of(arguments: Sequence[Any]) -> torch.device:
+    """Where an operator's first argument lives: a tensor, or a list of tensors."""
+    first = arguments[0]
+    return (first if isinstance(first, torch.Tensor) else first[0]).device
 
 
 def _bind(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
