@@ -79,6 +79,7 @@ class Carrier:
     def __init__(self, decoder: nn.Module, previous: str) -> None:
         self.argument = _versions.cache_argument(decoder)
         self.position = _versions.argument_position(decoder, self.argument)
+        self.wants_columns = _versions.takes_columns(decoder)
         self.previous = previous
         self.config = decoder.config
         self.signature = ""
@@ -104,6 +105,8 @@ class Carrier:
             raise ValueError("output_attentions=True is not supported by a compressed cache: it forms no weights")
         if decoder.training and getattr(decoder, "gradient_checkpointing", False):
             raise ValueError("gradient checkpointing runs layers twice: call model.eval() to use a compressed cache")
+        if self.wants_columns:
+            _versions.give_columns(args, kwargs, cache.get_seq_length())
         cache.entered = True
         kwargs[CARRIED] = cache
         return args, kwargs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import DynamicCache
 
@@ -69,3 +70,17 @@ def takes_keywords(module: nn.Module) -> bool:
     """``module.forward`` takes keyword arguments that it does not name."""
     parameters = inspect.signature(module.forward).parameters.values()
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def takes_columns(module: nn.Module) -> bool:
+    """``module.forward`` is told which columns are new (5.2), and else counts them in a way that does not compile."""
+    return "cache_position" in inspect.signature(module.forward).parameters
+
+
+def give_columns(args: tuple[Any, ...], kwargs: dict[str, Any], columns: Any) -> None:
+    """Add the new columns, which follow ``columns`` old ones, to the ``kwargs`` of a call that does not name them."""
+    tokens = args[0] if args else kwargs.get("input_ids")
+    if tokens is None:
+        tokens = kwargs.get("inputs_embeds")
+    if tokens is not None and kwargs.get("cache_position") is None and len(args) < 2:
+        kwargs["cache_position"] = torch.arange(tokens.shape[1], device=tokens.device) + columns
