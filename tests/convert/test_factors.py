@@ -110,7 +110,8 @@ def test_full_rank_and_all_rope_dims_reproduce_the_layer(
     q_rank = layer.query.shape[0] if low_rank_query else None
     factors = build_factors(layer, split_rope(layer, moment, None), moment, kv_rank=None, q_rank=q_rank)
     assert factors.arguments["qk_rope_head_dim"] == layer.max_rope_dim
-    assert factors.arguments["kv_lora_rank"] == layer.cached_values - layer.max_rope_dim
+    columns = inputs.shape[1] + bias  # no more directions than the input has
+    assert factors.arguments["kv_lora_rank"] == min(layer.cached_values - layer.max_rope_dim, columns)
     got = latent_attention(factors.state, factors.arguments, factors.inv_freq, inputs, layer.num_heads)
     torch.testing.assert_close(got, layer.attend(inputs), rtol=1e-9, atol=1e-9)
     assert max(factors.errors.values()) < 1e-7
