@@ -97,7 +97,8 @@ def backward(bench: Bench, k_dim: int, v_dim: int, dtype: torch.dtype) -> None:
     visible = plain.visible_in_range(keys, keys, True, None, end)
     usual = gradients(lambda q, k, v: plain.attention(q, k, v, visible, k_dim**-0.5)[0], dtype)
     for name, a, b, c in zip(("query", "key", "value"), got, exact, usual, strict=True):
-        assert_within_budget(a, b, c, f"gradient of {name}")
+        largest = float(b.abs().max())
+        assert_within_budget(a, b, c, f"gradient of {name}", cancelling=largest)
 
 
 def decode(bench: Bench, k_dim: int, v_dim: int, dtype: torch.dtype) -> None:
@@ -146,7 +147,8 @@ def qk(bench: Bench, dim: int, dtype: torch.dtype) -> None:
         key = bench.normal(2, 2, tokens + 1, dim, dtype=dtype, seed=1)
         exact = reference.qk_scores(query.double(), key.double(), scale=0.5)
         usual = 0.5 * (query @ key.repeat_interleave(2, 1).mT)
-        assert_within_budget(ops.qk_scores(query, key, scale=0.5), exact, usual, "scores")
+        got = ops.qk_scores(query, key, scale=0.5)
+        assert_within_budget(got, exact, usual, "scores", cancelling=0.5 * dim)
 
 
 def scores(bench: Bench, dim: int, dtype: torch.dtype) -> None:
@@ -378,6 +380,12 @@ def _qkv(
 
 
 def _compare(got: Any, exact: Any, usual: Any) -> None:
-    """``(out, lse)`` against float64 within the error budget."""
-    assert_within_budget(got[0], exact[0], usual[0], "out")
-    assert_within_budget(got[1], exact[1], usual[1], "lse")
+    """``(out, lse)`` against float64 within the error budget.
+
+    Parts are merged by their log-sum-exp: its rounding unit is a relative error of the parts' weights.
+    """
+    seen = exact[1][exact[1].isfinite()]
+    largest = float(seen.abs().max()) if seen.numel() else 0.0
+    merged = largest * float(exact[0].abs().max()) / 2
+    assert_within_budget(got[0], exact[0], usual[0], "out", cancelling=merged)
+    assert_within_budget(got[1], exact[1], usual[1], "lse", cancelling=largest / 8)
