@@ -11,13 +11,16 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
+from packaging.version import Version
+
 from examples import _smollm2
 from fastattn.integrations.transformers import compressed_cache
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")]
 
 POLICIES = ("expected_attention", "knorm", "streaming_llm", "key_diff")
-TOKENS = 200
+TOKENS = 200 if Version(transformers.__version__) >= Version("5.20") else 60  # the oldest release: the same, shorter
 CLOSE = 1e-4
 LENGTHS = (96, 61, 30)
 
@@ -97,7 +100,7 @@ class SideBySide:
         return torch.cat(outs)
 
 
-def test_200_tokens_within_the_budget_equal_the_default_cache(model, prompts):
+def test_many_tokens_within_the_budget_equal_the_default_cache(model, prompts):
     ids, mask = prompts
     expected, logits = generate(model, ids, mask, TOKENS, output_logits=True)
     # Every policy over row 0 alone (it has no padding) and over the padded batch of three.
