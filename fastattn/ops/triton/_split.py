@@ -109,6 +109,6 @@ def combine(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> Non
         part_lse.stride(0),
         DV=value_dim,
         BLOCK_D=block,
-        BLOCK_S=max(1, 4096 // block),  # 4,096 numbers per step: 32 per thread
+        BLOCK_S=min(32, 4096 // block),  # at most 4,096 numbers per step: 32 per thread
         num_warps=4,
     )

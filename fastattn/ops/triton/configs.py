@@ -227,7 +227,7 @@ _ATTENTION = {
 }
 # Dots with IEEE rounding run on the ordinary units, operands and accumulator in registers: (up to 128 columns, above).
 _ATTENTION_FLOAT32 = {
-    "nvidia": ((32, 32, 8, 1), (16, 16, 8, 1)),
+    "nvidia": ((32, 32, 8, 1), (16, 32, 8, 1)),
     "gfx942": ((32, 16, 4, 1), (16, 16, 4, 1)),
 }
 
