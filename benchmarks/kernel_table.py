@@ -128,6 +128,10 @@ def resources_of(row: dict[str, str]) -> offline.Resources:
     return offline.Resources(matrix={name: int(count) for name, count in matrix.items()}, dots=bool(matrix), **numbers)
 
 
+def _known_row(job: offline.Job, row: dict[str, str]) -> Row:
+    return Row(row, tuple(breaches(job, resources_of(row))))
+
+
 def compile_rows(jobs: list[offline.Job], processes: int) -> list[Row]:
     """Rows in the order of ``jobs``, compiled in ``processes`` processes."""
     if processes <= 1 or len(jobs) < 2:
@@ -160,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     known = committed() if options.changed and gated else {}
     fresh = [job for job in jobs if offline.source_of(job) not in known]
     compiled = dict(zip(fresh, compile_rows(fresh, options.processes), strict=True))
-    rows = [compiled[job] if job in compiled else Row(known[offline.source_of(job)]) for job in jobs]
+    rows = [compiled[job] if job in compiled else _known_row(job, known[offline.source_of(job)]) for job in jobs]
 
     print(f"triton {triton.__version__}, {len(rows)} kernels, {len(fresh)} compiled now")
     print("  ".join(COLUMNS[1:]))
