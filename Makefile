@@ -77,4 +77,4 @@ $(OLDEST)/.stamp: constraints-oldest.txt pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(OLDEST) .venv-kvpress out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
