@@ -1,8 +1,9 @@
 """PyTorch's CPU flash attention, with its preconditions met, and the pieces that replace masks.
 
 The kernel takes a whole block of keys or a causal square. Everything else (valid ranges, causal masks of another
-alignment) is cut into such pieces and put together by log-sum-exp, so that no mask is ever built and no slot
-outside the valid range is read.
+alignment) is cut into such pieces and put together by log-sum-exp, so that no large mask is ever built and no slot
+outside the valid range is read. A few queries over a long cache get a mask after all: it is small beside the keys, and
+the rounding of a log-sum-exp, which would scale the parts, stays out of the result.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.nn import functional
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _MIN_SPLIT = 512  # keys; the kernel's own block
+_FEW_QUERIES = 16  # of a decode step
 
 
 class Piece(NamedTuple):
@@ -69,6 +71,31 @@ def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: floa
         out, lse = parts[0] if len(parts) == 1 else (torch.cat(pair, dim=2) for pair in zip(*parts, strict=True))
     out = out.reshape(batch, kv_heads, groups, queries, -1)[..., :value_dim]
     return out, lse.reshape(batch, kv_heads, groups, queries)
+
+
+def takes_mask(query: Tensor, key: Tensor, value: Tensor, first: int) -> bool:
+    """A few queries, each of which sees keys before the diagonal, and heads enough that no core waits for work."""
+    queries = query.shape[3]
+    if not (1 < queries <= _FEW_QUERIES and 1 < first <= key.shape[2] - queries + 1):
+        return False
+    rows = query.flatten(2, 3)
+    return _count_splits(rows[:, :, : _rows_per_call(rows)], key, value) == 1
+
+
+def forward_masked(query: Tensor, key: Tensor, value: Tensor, first: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Query ``i`` sees the first ``i + first`` keys; arguments and results as :func:`forward`'s, in one call."""
+    batch, kv_heads, groups, queries, _ = query.shape
+    value_dim = value.shape[3]
+    query, scale = _with_positive_scale(query, scale)
+    query, key, value = _same_width(query, key, value)
+    query, key, value = _rows(query).flatten(2, 3), _rows(key), _rows(value)
+    hidden = torch.arange(key.shape[2]) >= torch.arange(queries)[:, None] + first
+    mask = query.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf")).repeat(groups, 1)
+    size = _rows_per_call(query)
+    blocks = zip(query.split(size, dim=2), mask.split(size), strict=True)
+    parts = [_FORWARD(rows, key, value, 0.0, False, attn_mask=part[None, None], scale=scale) for rows, part in blocks]
+    out, lse = (torch.cat(pair, dim=2) for pair in zip(*parts, strict=True))
+    return out.view(batch, kv_heads, groups, queries, -1)[..., :value_dim], lse.view(batch, kv_heads, groups, queries)
 
 
 def _rows_per_call(query: Tensor) -> int:

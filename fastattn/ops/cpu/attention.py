@@ -56,6 +56,10 @@ def attend_range(
     """
     if query.numel() == 0:
         return
+    if query.shape[3] > 1 and _flash.takes_mask(query, key, value, first):
+        result = _flash.forward_masked(query, key, value, first, scale)
+        out[...], lse[...] = result[0][..., : out.shape[4]], result[1]
+        return
     partial: tuple[Tensor, Tensor] | None = None
     for q0, q1, k0, k1, causal in _flash.cut(query.shape[3], key.shape[2], first):
         result = _flash.forward(query[..., q0:q1, :], key[:, :, k0:k1], value[:, :, k0:k1], causal, scale)
