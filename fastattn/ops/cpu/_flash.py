@@ -66,11 +66,24 @@ def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: floa
     if causal:  # heads of a group side by side: the mask goes by the query's index
         out, lse = _FORWARD(*_by_group(query, key, value), 0.0, True, scale=scale)
     else:  # heads of a group one after the other, as if they were more queries: the keys are read once
-        query = query.flatten(2, 3)
-        parts = [_forward_split(rows, key, value, scale) for rows in query.split(_rows_per_call(query), dim=2)]
-        out, lse = parts[0] if len(parts) == 1 else (torch.cat(pair, dim=2) for pair in zip(*parts, strict=True))
+        out, lse = forward_rows(query.flatten(2, 3), key, value, scale)
     out = out.reshape(batch, kv_heads, groups, queries, -1)[..., :value_dim]
     return out, lse.reshape(batch, kv_heads, groups, queries)
+
+
+def takes_as_is(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """One head dim, its elements neighbours, and queries whose heads fold into rows by a view."""
+    return query.shape[3] == value.shape[3] and query.is_contiguous() and key.stride(3) == value.stride(3) == 1
+
+
+def forward_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """``query [B, Hkv, rows, D]``, all rows against all keys, as :func:`takes_as_is` wants them."""
+    size = _rows_per_call(query)
+    if query.shape[2] <= size:
+        return _forward_split(query, key, value, scale)
+    parts = [_forward_split(rows, key, value, scale) for rows in query.split(size, dim=2)]
+    out, lse = (torch.cat(pair, dim=2) for pair in zip(*parts, strict=True))
+    return out, lse
 
 
 def takes_mask(query: Tensor, key: Tensor, value: Tensor, first: int) -> bool:

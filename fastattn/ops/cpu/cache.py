@@ -19,13 +19,20 @@ def cache_append_(
     if key.numel() == 0:
         return
     filled = lengths.tolist()
+    tokens, start = key.shape[2], filled[0][0]
+    if tokens == 1 and start < capacity and all(length == start for row in filled for length in row):
+        at = position.flatten().tolist()
+        if min(at) >= 0:  # a decode step that brings every row a token
+            key_cache[:, :, start : start + 1].copy_(key)
+            value_cache[:, :, start : start + 1].copy_(value)
+            positions[:, :, start].copy_(position)
+            lengths.add_(1)
+            return
     real = (position >= 0).sum(1).tolist()
-    tokens = key.shape[2]
     for row, count in zip(filled, real, strict=True):
         if max(row) + count > capacity:
             raise ValueError(f"key must fit the cache's {capacity} slots, but {max(row) + count} would be filled")
     buffers = ((key_cache, key), (value_cache, value), (positions, position[:, None].expand(-1, kv_heads, -1)))
-    start = filled[0][0]
     if all(count == tokens for count in real) and all(length == start for row in filled for length in row):
         for cache, new in buffers:
             cache[:, :, start : start + tokens].copy_(new)

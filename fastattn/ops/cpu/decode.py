@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from fastattn.ops.attention import empty_out_and_lse
+from fastattn.ops.cpu import _flash
 from fastattn.ops.cpu.attention import attend_range
 
 
@@ -14,10 +15,16 @@ def decode_attention(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """See :func:`fastattn.ops.decode_attention`."""
+    kv_heads, capacity = key.shape[1:3]
+    if query.shape[2] == 1 or not causal:
+        length = _common_length(lengths, capacity)
+        if length and scale > 0 and query.numel() and _flash.takes_as_is(query, key, value):
+            folded = query.view(query.shape[0], kv_heads, -1, query.shape[3])
+            out, lse = _flash.forward_rows(folded, key[:, :, :length], value[:, :, :length], scale)
+            return out.contiguous().view(query.shape), lse.contiguous().view(query.shape[:3])
     out, lse = empty_out_and_lse(query, value.shape[3])
     out.zero_()
     lse.fill_(float("-inf"))
-    kv_heads, capacity = key.shape[1:3]
     grouped_query, grouped_out, grouped_lse = (t.unflatten(1, (kv_heads, -1)) for t in (query, out, lse))
     for rows, heads, length in blocks_of_equal_length(lengths, capacity):
         attend_range(
@@ -30,6 +37,12 @@ def decode_attention(
             scale=scale,
         )
     return out, lse
+
+
+def _common_length(lengths: Tensor, capacity: int) -> int:
+    """Valid slots of all rows and heads, 0 where they differ."""
+    flat = lengths.flatten().tolist()
+    return min(flat[0], capacity) if flat and flat.count(flat[0]) == len(flat) else 0
 
 
 def blocks_of_equal_length(lengths: Tensor, capacity: int) -> Iterator[tuple[slice, slice, int]]:
