@@ -24,11 +24,12 @@ def check(latent: Tensor, rope: Tensor, cache: Tensor, lengths: Tensor, scale: f
     )
     query, key = torch.cat([latent, rope], dim=-1), cache[:, None]
     visible = plain.visible_in_cache(latent.shape[2], cache.shape[1], lengths[:, None], causal, latent.shape[1])
-    expected, _ = plain.attention(query, key, key[..., : latent.shape[3]], visible, scale)
+    expected, plain_lse = plain.attention(query, key, key[..., : latent.shape[3]], visible, scale)
     assert_within_budget(out, exact, expected, "out")
     norms = [t.double().nan_to_num().norm(dim=-1).flatten() for t in (query, key)]
     largest = abs(scale) * norms[0].max().item() * norms[1].max().item() if norms[0].numel() * norms[1].numel() else 0.0
-    assert_lse(lse, exact_lse, latent.dtype, largest)
+    rounded = plain_lse if latent.dtype == torch.bfloat16 and latent.shape[3] + rope.shape[3] >= 128 else None
+    assert_lse(lse, exact_lse, latent.dtype, largest, plain=rounded)
     assert out.is_contiguous()
     assert lse.is_contiguous()
 
@@ -64,6 +65,22 @@ def test_long_caches(dtype: torch.dtype, batch: int, heads: int, queries: int, l
     lengths = torch.full((batch,), length, dtype=torch.int32)
     draw.poison_slots_(cache, lengths)
     check(latent, rope, cache, lengths, 64**-0.5, True)
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "capacity"), [(128, 1, 400), (20, 4, 300), (2, 4, 4096), (3, 1, 8200), (1, 4, 8193)]
+)
+@pytest.mark.parametrize("largest", [1.0, 6.0, 40.0])
+def test_deepseek_widths(heads: int, queries: int, capacity: int, largest: float) -> None:
+    """Enough work for the formulation by products; some keys' scores tower over the others', in any block."""
+    latent = draw.normal(2, heads, queries, 512, dtype=torch.bfloat16, seed=1)
+    rope = draw.normal(2, heads, queries, 64, dtype=torch.bfloat16, seed=2)
+    cache = draw.normal(2, capacity, 576, dtype=torch.bfloat16, seed=3)
+    cache[:, 77::100] *= largest
+    lengths = torch.tensor([capacity, capacity - 1], dtype=torch.int32)
+    draw.poison_slots_(cache, lengths)
+    for causal in (True, False):
+        check(latent, rope, cache, lengths, 576**-0.5, causal)
 
 
 def test_large_scores_do_not_overflow() -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn.ops.attention import empty_out_and_lse
+from fastattn.ops.cpu import _products
 from fastattn.ops.cpu.attention import attend_range
 from fastattn.ops.cpu.decode import blocks_of_equal_length
 
@@ -21,6 +22,13 @@ def latent_decode(
     query = torch.cat([query_latent, query_rope], dim=-1)[:, None]  # one group of H heads
     # The rope columns ride along as values, which costs less than a copy of the latent without them.
     for rows, _, length in blocks_of_equal_length(lengths[:, None], cache.shape[1]):
+        first = length - queries + 1 if causal else length + 1
+        if scale > 0 and _products.pays(query[0, 0], min(first, length)):
+            for row in range(rows.start, rows.stop):
+                out[row], lse[row] = _products.forward(
+                    query[row, 0], cache[row, :length], rank, min(first, length), scale
+                )
+            continue
         valid = cache[rows, None, :length]
         attend_range(
             query[rows],
@@ -28,7 +36,7 @@ def latent_decode(
             valid,
             out[rows, None],
             lse[rows, None],
-            first=length - queries + 1 if causal else length + 1,
+            first=first,
             scale=scale,
         )
     return out, lse
