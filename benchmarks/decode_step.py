@@ -2,10 +2,11 @@
 
 ``python -m benchmarks.decode_step [--prompt 4096] [--budget 1024] [--policy key_diff]``
 
-In one run, in turns: compressed and compiled (one graph), compressed in eager mode, transformers' full cache, kvpress's
+In one run, in turns: compressed and compiled (one graph), the same with weights packed for the processor (Inductor's
+``freezing``: weights become constants of the graph), compressed in eager mode, transformers' full cache, kvpress's
 ``DecodingPress`` with the same policy, budget and interval (in its own environment, see
 :mod:`benchmarks.kvpress_parity`; left out with a word if that is missing), and the model's linear layers alone. The
-compiled model's logits are compared with eager ones before anything is timed. Medians of rounds, ratios round by round.
+compiled models' logits are compared with eager ones before anything is timed. Medians of rounds, ratios round by round.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from examples import _smollm2
 from fastattn.integrations.transformers import compressed_cache
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPILED, EAGER, FULL, PEER, LINEAR = (
+PACKED, COMPILED, EAGER, FULL, PEER, LINEAR = (
+    "compressed, compiled, packed",
     "compressed, compiled",
     "compressed, eager",
     "full cache, eager",
@@ -116,19 +118,29 @@ def decoders(model: Any, ids: Tensor, given: argparse.Namespace) -> dict[str, De
         reader.position = torch.arange(count)[None]
         reader.run(1)
         found[name] = Decoder(model, model, cache, reader.token, count)
-    start = found[EAGER]
-    compiled = torch.compile(model.__call__, fullgraph=True)
-    found[COMPILED] = Decoder(compiled, model, copy.deepcopy(built), start.token, count)
-    check = Decoder(model, model, copy.deepcopy(built), start.token, count)
+    start, check = found[EAGER], Decoder(model, model, copy.deepcopy(built), found[EAGER].token, count)
     check.run(1)
-    trial = Decoder(compiled, model, copy.deepcopy(built), start.token, count)
-    trial.run(1)
-    assert check.logits is not None
-    assert trial.logits is not None
-    error = float((check.logits - trial.logits).abs().max() / check.logits.abs().max())
-    if not error < (0.05 if model.dtype == torch.bfloat16 else 1e-4):
-        raise SystemExit(f"the compiled step is wrong: its logits differ by {error:.1e} of the largest")
+    for name in (COMPILED, PACKED):
+        found[name] = Decoder(model, model, copy.deepcopy(built), start.token, count)
+        compile_step(found[name], packed=name == PACKED)
+        error = relative_difference(found[name].logits, check.logits)
+        if not error < (0.05 if model.dtype == torch.bfloat16 else 1e-4):
+            raise SystemExit(f"the step {name!r} is wrong: its logits differ by {error:.1e} of the largest")
     return found
+
+
+def compile_step(decoder: Decoder, packed: bool) -> None:
+    """Decodes one token, which compiles the step."""
+    options = {"freezing": True} if packed else None
+    decoder.step = torch.compile(decoder.step.__call__, fullgraph=True, options=options)
+    with torch._inductor.config.patch(freezing=packed):  # Dynamo looks here, Inductor at the options
+        decoder.run(1)
+
+
+def relative_difference(logits: Tensor | None, expected: Tensor | None) -> float:
+    assert logits is not None
+    assert expected is not None
+    return float((expected - logits).abs().max() / expected.abs().max())
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -175,20 +187,25 @@ def start_peer(given: argparse.Namespace, ids: Tensor) -> Peer | None:
 
 def report(seconds: dict[str, list[float]], given: argparse.Namespace) -> dict[str, Any]:
     print(f"\n{given.prompt}-token prompt, budget {given.budget}, {given.policy}, {given.dtype}, 1 row, CPU")
-    print(f"{'':26}{'ms/token':>10}{'tokens/s':>10}   compiled is faster by (quartiles)")
+    print(f"{'':30}{'ms/token':>10}{'tokens/s':>10}   packed is faster by (quartiles)   compiled by")
     figures: dict[str, Any] = {}
     for name, values in seconds.items():
         per_token = Spread.of([1e3 * value / given.tokens for value in values])
-        gain = speedup(values, seconds[COMPILED])
-        figures[name] = {"ms_per_token": per_token.median, "compiled_speedup": gain.median}
+        gain, plain = speedup(values, seconds[PACKED]), speedup(values, seconds[COMPILED])
+        figures[name] = {
+            "ms_per_token": per_token.median,
+            "packed_speedup": gain.median,
+            "compiled_speedup": plain.median,
+        }
         print(
-            f"{name:26}{per_token.median:10.1f}{1e3 / per_token.median:10.1f}   {gain.median:.2f}x "
-            f"({gain.low:.2f} to {gain.high:.2f})"
+            f"{name:30}{per_token.median:10.1f}{1e3 / per_token.median:10.1f}   "
+            f"{f'{gain.median:.2f}x ({gain.low:.2f} to {gain.high:.2f})':33} {plain.median:.2f}x"
         )
-    share = speedup(seconds[COMPILED], seconds[LINEAR])
-    share_text = f"{share.median:.2f} ({share.low:.2f} to {share.high:.2f})"
-    print(f"\nThe whole compiled step takes {share_text} times as long as its linear layers.")
-    figures["step over linear layers"] = share.median
+    for name in (PACKED, COMPILED):
+        share = speedup(seconds[name], seconds[LINEAR])
+        share_text = f"{share.median:.2f} ({share.low:.2f} to {share.high:.2f})"
+        print(f"The whole step, {name}, takes {share_text} times as long as the linear layers in eager mode.")
+        figures[name]["over_linear_layers"] = share.median
     print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), **figures}))
     return figures
 
