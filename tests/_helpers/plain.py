@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fastattn.ops import reference
 from tests._helpers.budget import plain_dtype
 
 
@@ -36,6 +37,27 @@ def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale:
         out = query @ key.mT @ value
     scores = (scale * (query @ key.mT)).float().masked_fill(~visible, float("-inf"))
     return out, torch.logsumexp(scores, dim=-1)
+
+
+def attention_in_three_ways(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float
+) -> list[tuple[Tensor, Tensor]]:
+    """:func:`attention` head by head, with a group's heads folded into the queries, and as two products.
+
+    Products of other sizes sum in another order, some by luck several times more exactly than others. The worst of
+    them is what plain PyTorch errs.
+    """
+    batch, heads, queries, _ = query.shape
+    kv_heads, keys = key.shape[1:3]
+    folded = query.reshape(batch, kv_heads, heads // kv_heads * queries, query.shape[3])
+    visible = visible.expand(batch, heads, queries, keys)
+    out, lse = attention(folded, key, value, visible.reshape(batch, kv_heads, folded.shape[2], keys), scale)
+    dtype = plain_dtype(query.dtype)
+    return [
+        attention(query, key, value, visible, scale),
+        (out.view(batch, heads, queries, value.shape[3]), lse.view(batch, heads, queries)),
+        reference._masked_attention(query.to(dtype), key.to(dtype), value.to(dtype), visible, scale),
+    ]
 
 
 def visible_in_range(

@@ -24,11 +24,11 @@ def check(latent: Tensor, rope: Tensor, cache: Tensor, lengths: Tensor, scale: f
     )
     query, key = torch.cat([latent, rope], dim=-1), cache[:, None]
     visible = plain.visible_in_cache(latent.shape[2], cache.shape[1], lengths[:, None], causal, latent.shape[1])
-    expected, plain_lse = plain.attention(query, key, key[..., : latent.shape[3]], visible, scale)
-    assert_within_budget(out, exact, expected, "out")
+    ways = plain.attention_in_three_ways(query, key, key[..., : latent.shape[3]], visible, scale)
+    assert_within_budget(out, exact, [way for way, _ in ways], "out")
     norms = [t.double().nan_to_num().norm(dim=-1).flatten() for t in (query, key)]
     largest = abs(scale) * norms[0].max().item() * norms[1].max().item() if norms[0].numel() * norms[1].numel() else 0.0
-    rounded = plain_lse if latent.dtype == torch.bfloat16 and latent.shape[3] + rope.shape[3] >= 128 else None
+    rounded = ways[0][1] if latent.dtype == torch.bfloat16 and latent.shape[3] + rope.shape[3] >= 128 else None
     assert_lse(lse, exact_lse, latent.dtype, largest, plain=rounded)
     assert out.is_contiguous()
     assert lse.is_contiguous()
@@ -68,7 +68,7 @@ def test_long_caches(dtype: torch.dtype, batch: int, heads: int, queries: int, l
 
 
 @pytest.mark.parametrize(
-    ("heads", "queries", "capacity"), [(128, 1, 400), (20, 4, 300), (2, 4, 4096), (3, 1, 8200), (1, 4, 8193)]
+    ("heads", "queries", "capacity"), [(64, 1, 400), (20, 4, 300), (2, 4, 4096), (3, 1, 8200), (1, 4, 8193)]
 )
 @pytest.mark.parametrize("largest", [1.0, 6.0, 40.0])
 def test_deepseek_widths(heads: int, queries: int, capacity: int, largest: float) -> None:

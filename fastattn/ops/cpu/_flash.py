@@ -18,6 +18,9 @@ _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _MIN_SPLIT = 512  # keys; the kernel's own block
 _FEW_QUERIES = 16  # of a decode step
+_MIN_SAVED = (
+    150_000  # numbers of keys that a core is spared, for 16 rows: about 0.1 ms, what splitting and merging costs
+)
 
 
 class Piece(NamedTuple):
@@ -124,23 +127,26 @@ def _rows_per_call(query: Tensor) -> int:
 
 
 def _count_splits(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Into how many parts to split the keys so that every core has as much to do.
+    """Into how many parts to split the keys so that every core has as much to do, where that saves more than it costs.
 
     The kernel gives a core whole heads and blocks of queries, never a part of the keys.
     """
-    batch, kv_heads, queries, _ = query.shape
+    batch, kv_heads, queries, dim = query.shape
+    keys, threads = key.shape[2], torch.get_num_threads()
+    work = batch * kv_heads * keys * dim * max(queries, 16) // 16
     adjacent = batch == 1 or all(t.stride(0) == kv_heads * t.stride(1) for t in (key, value))
-    limit = key.shape[2] // _MIN_SPLIT if adjacent else 1
-    threads = torch.get_num_threads()
+    if threads == 1 or work < _MIN_SAVED or not adjacent:
+        return 1
     block = 256 if queries >= 768 else 64 if queries >= 192 else 32  # the kernel's blocks of queries
     blocks = batch * kv_heads * -(-queries // block)
-    best, best_share = 1, 0.0
-    for splits in range(1, min(limit, 2 * threads) + 1):
-        rounds = -(-blocks * splits // threads)
-        share = blocks * splits / (rounds * threads)  # of the cores' time that is used
+    shares = [
+        blocks * n / (-(-blocks * n // threads) * threads) for n in range(1, 2 * threads + 1)
+    ]  # of cores' time used
+    best, best_share = 1, shares[0]
+    for splits, share in enumerate(shares[: keys // _MIN_SPLIT], 1):
         if share > best_share + 0.05:
             best, best_share = splits, share
-    return best
+    return best if work * (1 / shares[0] - 1 / best_share) / threads >= _MIN_SAVED else 1
 
 
 def _forward_split(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
