@@ -76,6 +76,15 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
+def fixed(value: float) -> float:
+    """``value``, as a number where torch.compile traces a symbol: an operator in ``torch.cond`` takes none."""
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+        return float(guard_scalar(value))
+    return value
+
+
 def check_no_grad(operator: str, **tensors: Tensor | None) -> None:
     """Refuse a gradient that the operator could not pass on."""
     if not torch.is_grad_enabled():
