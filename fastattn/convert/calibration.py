@@ -48,9 +48,10 @@ def token_batches(name: str, token_ids: Tensor | Sequence[Tensor], model: nn.Mod
     elif isinstance(token_ids, Sequence) and all(isinstance(ids, Tensor) for ids in token_ids):
         sequences = list(token_ids)
     else:
-        raise TypeError(
-            f"{name} must be token ids [sequences, tokens] or a list of them, got {type(token_ids).__name__}"
-        )
+        got = type(token_ids).__name__
+        if isinstance(token_ids, (list, tuple)):
+            got = f"a {got} of {next(type(ids).__name__ for ids in token_ids if not isinstance(ids, Tensor))}"
+        raise TypeError(f"{name} must be a tensor of token ids [sequences, tokens] or a list of [tokens], got {got}")
     if not sequences:
         raise ValueError(f"{name} must hold at least one sequence, got none")
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]

@@ -106,8 +106,8 @@ class CompressedKVCache(nn.Module):
             raise ValueError(f"rotary must be given: {type(policy).__name__} needs the model's rotation, got None")
         if rotary is not None and rotary.end > head_dim:
             raise ValueError(f"rotary must rotate dims within head_dim {head_dim}, got dims up to {rotary.end}")
-        if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"dtype must be a floating dtype, got {dtype}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype must be a floating torch.dtype or None, got {dtype!r}")
         policy.check(budget)
 
         self.policy = policy

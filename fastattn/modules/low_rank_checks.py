@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastattn.modules.kv_cache import CompressedKVCache
 from fastattn.ops import _checks as check
-
-if TYPE_CHECKING:
-    from fastattn.modules.kv_cache import CompressedKVCache
 
 
 def check_dims(
@@ -108,8 +106,8 @@ def check_mask(mask: Tensor | None, hidden_states: Tensor) -> None:
         if (starts > 1).any():
             row = int((starts > 1).nonzero()[0])
             raise ValueError(
-                f"attention_mask must be True over one contiguous stretch of every row, got {mask[row].tolist()} "
-                f"in row {row}"
+                f"attention_mask must be True over one contiguous stretch of every row, got {int(starts[row])} "
+                f"stretches in row {row}"
             )
 
 
@@ -117,6 +115,8 @@ def check_cache(
     cache: CompressedKVCache, hidden_states: Tensor, rank: int, rope_dim: int, causal: bool, absorb: bool | None
 ) -> None:
     """A latent cache of this module's dims and the input's batch, used causally."""
+    if not isinstance(cache, CompressedKVCache):
+        raise TypeError(f"cache must be a CompressedKVCache (make_cache gives one), got {type(cache).__name__}")
     if not causal:
         raise ValueError("causal must be True with a cache: its tokens come before the new ones, got False")
     if cache.latent_rank != rank or cache.head_dim != rank + rope_dim or cache.num_kv_heads != 1:

@@ -282,7 +282,11 @@ class ExpectedAttention(_Protecting):
         self, queries: Tensor, valid: Tensor, state: CacheState
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Mean and covariance, or samples where those are fewer numbers, rotated to the future."""
-        assert state.rotary is not None  # the cache refuses the policy without
+        if state.rotary is None:  # the cache refuses this policy without, but another policy may call its score
+            raise ValueError(
+                "state.rotary must be the model's rotation for ExpectedAttention, got None: give the cache rotary=..., "
+                "and set needs_rotary = True in a policy that calls ExpectedAttention"
+            )
         ahead, first = state.rotary.average, state.next_position
         as_samples = state.call is None and self.use_covariance and self.query_window < queries.shape[3]
         if as_samples:
@@ -328,7 +332,8 @@ def resolve_policy(policy: Policy | str) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):
-        raise TypeError(f"policy must be a Policy or one of {sorted(_BY_NAME)}, got {type(policy).__name__}")
+        got = f"the class {policy.__name__}" if isinstance(policy, type) else type(policy).__name__
+        raise TypeError(f"policy must be a Policy or one of {sorted(_BY_NAME)}, got {got}")
     if policy not in _BY_NAME:
         raise ValueError(f"policy must be a Policy or one of {sorted(_BY_NAME)}, got {policy!r}")
     return _BY_NAME[policy]()

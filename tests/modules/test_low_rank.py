@@ -347,7 +347,11 @@ def test_calls_that_do_not_fit_are_refused() -> None:
     with pytest.raises(TypeError, match=r"attention_mask must be bool .*, got torch.int64"):
         module(hidden, attention_mask=torch.ones(2, 5, dtype=torch.int64))
     holes = torch.tensor([[True] * 5, [True, False, True, True, True]])
-    with pytest.raises(ValueError, match=r"one contiguous stretch of every row.* in row 1"):
+    with pytest.raises(ValueError, match=r"one contiguous stretch of every row, got 2 stretches in row 1"):
         module(hidden, attention_mask=holes)
+    with pytest.raises(TypeError, match="absorb must be a bool or None, got 'yes'"):
+        module(hidden, absorb="yes")
+    with pytest.raises(TypeError, match=r"cache must be a CompressedKVCache .*, got list"):
+        module(hidden, cache=[])
     with pytest.raises(ValueError, match="at least one token"):
         module(hidden[:, :0])

@@ -415,6 +415,18 @@ def test_bad_options(make_policy: Any, error: type[Exception], words: str) -> No
         make_policy()
 
 
+def test_a_policy_that_calls_another_says_what_that_one_needs() -> None:
+    class Borrowing(Policy):
+        def __init__(self, query_window: int) -> None:
+            self.query_window, self.inner = query_window, ExpectedAttention()
+
+        def score(self, state: CacheState) -> Tensor:
+            return self.inner.score(state)
+
+    with pytest.raises(ValueError, match=r"state.rotary must be .* ExpectedAttention, got None: .*needs_rotary = True"):
+        feed(make(Borrowing(8), 8, rotary=None), Sequence(20), [20])
+
+
 def test_defaults_are_the_published_ones() -> None:
     assert repr(Knorm()) == "Knorm(n_recent=0, n_sink=0)"
     assert repr(KeyDiff()) == "KeyDiff(n_recent=0, n_sink=0)"

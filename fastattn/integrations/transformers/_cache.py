@@ -18,7 +18,7 @@ from fastattn.integrations.transformers._layers import (
 from fastattn.integrations.transformers._model import ModelSpec, switch
 from fastattn.modules.kv_cache import CompressedKVCache
 from fastattn.modules.low_rank import LowRankAttention
-from fastattn.modules.policies import Policy
+from fastattn.modules.policies import Policy, resolve_policy
 from fastattn.ops._checks import checks_values
 
 
@@ -61,8 +61,15 @@ def compressed_cache(
             bidirectional or cross-attention; sliding-window layers only; layers that differ, share a cache or are of
             another kind (convolutions, recurrent states). The model is then as it was.
     """
+    policy = resolve_policy(policy)
     carrier = switch(model)
     spec = carrier.spec
+    if spec.rotary is None and (policy.needs_rotary or policy.rerotate):
+        raise ValueError(
+            f"policy must do without the model's rotation, got {policy!r}: the layers of {type(model).__name__} rotate "
+            'at frequencies of their own. Convert with LowRankConfig(rope_selection="uniform") and a number for '
+            "freq_fold to give them one rotation"
+        )
     kv = CompressedKVCache(
         policy,
         budget,
