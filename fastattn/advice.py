@@ -96,8 +96,11 @@ def advise(
         seq_len: tokens of query and key.
         dtype: float16, bfloat16 or float32.
         device: ``"a100"``, ``"h100"``, ``"h200"``, a torch device (a GPU is recognized by name, a CPU is measured for a
-            moment), or a :class:`Hardware`.
+            moment), or a :class:`fastattn.advice.Hardware` with figures of your own.
         batch_size: sequences at once.
+
+    Returns:
+        Numbers, and sentences that ``print`` shows.
 
     Raises:
         TypeError, ValueError: an argument of another type or range, or a device whose figures are not known.

@@ -183,6 +183,12 @@ def calibrate(
         model: a transformers decoder.
         token_ids: ``[N, S]`` int64, or a list of sequences ``[S_i]``; no padding.
         progress: show a progress bar.
+
+    Returns:
+        Statistics for :func:`fastattn.to_low_rank_` with ``statistics="parallel"``.
+
+    Raises:
+        TypeError, ValueError: token ids that do not fit, or a model without attention that could be converted.
     """
     batches = token_batches("calibration", token_ids, model)
     decoder: Any = decoder_of(model)
@@ -215,7 +221,16 @@ def progress_bar(items: Sequence[T], title: str, shown: bool, unit: str = "layer
 
 
 def held_out_loss(model: nn.Module, token_ids: Tensor | Sequence[Tensor], name: str = "evaluation") -> float:
-    """Mean negative log-likelihood (nats) of every next token, in float32 (float64 for a float64 model)."""
+    """Mean negative log-likelihood (nats) of every next token, in float32 (float64 for a float64 model).
+
+    Args:
+        model: a transformers model with a language-model head.
+        token_ids: ``[N, S]`` int64, or a list of sequences ``[S_i]``; no padding.
+        name: what errors call ``token_ids``.
+
+    Raises:
+        TypeError, ValueError: token ids that do not fit.
+    """
     total, count = 0.0, 0
     with evaluating(model):
         for batch in token_batches(name, token_ids, model):

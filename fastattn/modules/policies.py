@@ -96,7 +96,10 @@ class CacheState:
 
 
 class Policy(ABC):
-    """Base class of all policies. A policy of your own is one method in plain PyTorch:
+    """Base class of all policies. A policy of your own is one method in plain PyTorch.
+
+    Its argument is a :class:`fastattn.modules.policies.CacheState`: keys, values, positions, lengths and, where asked
+    for, the newest queries of one layer.
 
     .. code-block:: python
 
@@ -125,10 +128,16 @@ class Policy(ABC):
 
         Of equal scores the newer token is kept; NaN ranks lowest; slots beyond ``state.lengths`` are ignored. To be
         compiled into the decode step it must be traceable: no Python branch on tensor values.
+
+        It may call the score of another policy. ``query_window`` and ``needs_rotary`` must then cover that one's,
+        sinks and recent tokens have a score of +inf, and scores of rows that are not compressed are unspecified.
+
+        Args:
+            state: one layer of the cache, the call's new tokens included.
         """
 
     def check(self, budget: int) -> None:  # noqa: B027 - most policies work with any budget
-        """Raise ``ValueError`` where the policy cannot work with ``budget`` tokens."""
+        """Raise ``ValueError`` where the policy cannot work with ``budget`` tokens; called when a cache is made."""
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
@@ -195,7 +204,7 @@ class KeyDiff(_Protecting):
 
 
 class StreamingLLM(_Protecting):
-    """Keeps the first tokens and the newest (arXiv 2309.17453), by position.
+    """Keeps the first tokens and the newest (arXiv 2309.17453), by position: the score is the position.
 
     Args:
         n_sink: tokens with a position below are always kept.

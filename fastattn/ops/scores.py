@@ -151,7 +151,8 @@ def score_expected_attention(
 
 
 def query_moments(query: Tensor, valid: Tensor | None = None, *, min_length: int = 0) -> tuple[Tensor, Tensor]:
-    r"""Mean and biased covariance of query vectors, in two float32 passes.
+    r"""Mean and biased covariance of query vectors, in two float32 passes: Expected Attention's statistics
+    (arXiv 2510.00636).
 
     .. math:: \mu = \mathrm{mean}_i\, q_i,\qquad \Sigma = \mathrm{mean}_i\, (q_i - \mu)(q_i - \mu)^\top
 
