@@ -104,7 +104,7 @@ class LowRankAttention(nn.Module):
         check.check_dims(
             hidden_size, num_heads, kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim
         )
-        check.check_frequencies(inv_freq, qk_rope_head_dim, rope_scaling)
+        check.check_frequencies(inv_freq, qk_rope_head_dim, rope_theta, rope_scaling)
         self.hidden_size, self.num_heads = hidden_size, num_heads
         self.kv_lora_rank, self.q_lora_rank = kv_lora_rank, q_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim

@@ -39,8 +39,14 @@ def check_dims(
         raise ValueError(f"qk_rope_head_dim must be even (dims rotate in pairs), got {qk_rope_head_dim}")
 
 
-def check_frequencies(inv_freq: Tensor | None, rope_dim: int, scaling: Mapping[str, Any] | None) -> None:
-    """``inv_freq`` has one frequency per rotated pair and no rival."""
+def check_frequencies(inv_freq: Tensor | None, rope_dim: int, theta: float, scaling: Mapping[str, Any] | None) -> None:
+    """A base and a scaling that give frequencies, or ``inv_freq`` with one per rotated pair and no rival."""
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)):
+        raise TypeError(f"rope_theta must be a float, got {type(theta).__name__}")
+    if not 0.0 < theta < float("inf"):
+        raise ValueError(f"rope_theta must be positive and finite, got {theta}")
+    if scaling is not None and not isinstance(scaling, Mapping):
+        raise TypeError(f"rope_scaling must be a dict with a rope_type or None, got {type(scaling).__name__}")
     if inv_freq is None:
         return
     if not isinstance(inv_freq, Tensor):

@@ -317,6 +317,8 @@ def test_compiles_as_one_graph_forward_and_backward() -> None:
         ({"inv_freq": torch.ones(3), "rope_scaling": YARN}, "rope_scaling must be None where inv_freq"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "fixed frequencies.*got 'dynamic'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear' must have factor"),
+        ({"rope_theta": 0.0}, "rope_theta must be positive and finite, got 0.0"),
+        ({"rope_theta": float("nan")}, "rope_theta must be positive and finite, got nan"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "facotr": 1}}, "unknown keys \\['facotr'\\]"),
         ({"softmax_scale": float("nan")}, "scale must be finite, got nan"),
     ],
@@ -326,7 +328,16 @@ def test_sizes_that_do_not_fit_are_refused(wrong: dict[str, Any], message: str) 
         LowRankAttention(**{**SMALL, **wrong})
 
 
-@pytest.mark.parametrize("wrong", [{"num_heads": 2.0}, {"kv_lora_rank": "20"}, {"inv_freq": [0.1, 0.2, 0.3]}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_heads": 2.0},
+        {"kv_lora_rank": "20"},
+        {"inv_freq": [0.1, 0.2, 0.3]},
+        {"rope_theta": "1e4"},
+        {"rope_scaling": "yarn"},
+    ],
+)
 def test_types_that_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=next(iter(wrong))):
         LowRankAttention(**{**SMALL, **wrong})
