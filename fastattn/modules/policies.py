@@ -147,9 +147,10 @@ class Policy(ABC):
 class _Protecting(Policy):
     """Shared by policies that keep sinks and a recent window whatever the scores say, by position."""
 
-    def __init__(self, n_sink: int, n_recent: int = 0) -> None:
+    n_recent: int = 0  # on the class: repr shows it for policies that have the option
+
+    def __init__(self, n_sink: int) -> None:
         self.n_sink = _count("n_sink", n_sink, 0)
-        self.n_recent = _count("n_recent", n_recent, 0)
 
     def check(self, budget: int) -> None:
         if budget < self.n_sink + self.n_recent:
@@ -178,7 +179,8 @@ class Knorm(_Protecting):
     predicated = True
 
     def __init__(self, n_sink: int = 0, n_recent: int = 0) -> None:
-        super().__init__(n_sink, n_recent)
+        super().__init__(n_sink)
+        self.n_recent = _count("n_recent", n_recent, 0)
 
     def score(self, state: CacheState) -> Tensor:
         return self._protect(ops.score_knorm(state.keys, state.lengths, min_length=state.min_length), state)
@@ -197,7 +199,8 @@ class KeyDiff(_Protecting):
     predicated = True
 
     def __init__(self, n_sink: int = 0, n_recent: int = 0) -> None:
-        super().__init__(n_sink, n_recent)
+        super().__init__(n_sink)
+        self.n_recent = _count("n_recent", n_recent, 0)
 
     def score(self, state: CacheState) -> Tensor:
         return self._protect(ops.score_key_diff(state.keys, state.lengths, min_length=state.min_length), state)

@@ -430,11 +430,12 @@ def test_a_policy_that_calls_another_says_what_that_one_needs() -> None:
 def test_defaults_are_the_published_ones() -> None:
     assert repr(Knorm()) == "Knorm(n_recent=0, n_sink=0)"
     assert repr(KeyDiff()) == "KeyDiff(n_recent=0, n_sink=0)"
-    assert (StreamingLLM().n_sink, StreamingLLM().rerotate) == (4, False)
+    assert repr(StreamingLLM()) == "StreamingLLM(n_sink=4, rerotate=False)"
     policy = ExpectedAttention()
     assert (policy.n_future_positions, policy.n_sink, policy.query_window, policy.epsilon) == (512, 4, 128, 0.0)
     assert policy.use_covariance
     assert policy.use_value_norm
+    assert repr(eval(repr(policy))) == repr(policy)  # it shows options that exist
 
 
 @pytest.mark.parametrize("policy", [Knorm(), KeyDiff(), Knorm(n_sink=2, n_recent=3)], ids=repr)
