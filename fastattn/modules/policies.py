@@ -45,7 +45,8 @@ class CacheState:
         positions: int32 ``[B, Hkv, C]``, original positions of the tokens.
         lengths: int32 ``[B, Hkv]``, valid slots; they are a prefix, in time order.
         tokens_seen: int64 ``[B]``, real tokens fed to each row, this call's included.
-        next_position: int64 ``[B]``, one past the row's last position.
+        next_position: int64 ``[B]``, one past the row's last position; without meaning in a row that brought no real
+            token to this call, which is not compressed.
         scale: the attention's softmax scale.
         rotary: the model's rotation, or None.
         min_length: only rows and heads with at least as many valid slots are about to be compressed.
