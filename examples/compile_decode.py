@@ -9,6 +9,7 @@ kvpress where its environment is set up (see benchmarks/kvpress_parity.py).
 
 from __future__ import annotations
 
+import argparse
 import copy
 import inspect
 
@@ -19,7 +20,9 @@ from examples import _smollm2
 from fastattn.integrations.transformers import compressed_cache
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(arguments)  # no options but --help
     model, tokenizer = _smollm2.load(torch.bfloat16)
     keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     ids = tokenizer(_smollm2.long_text()[:6000], return_tensors="pt").input_ids[:, :1000]

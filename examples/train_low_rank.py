@@ -231,10 +231,10 @@ def print_table(results: list[Result]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--decode", type=int, default=256, help="bytes to decode")
+    parser.add_argument("--steps", type=int, default=300, help="training steps (default 300)")
+    parser.add_argument("--decode", type=int, default=256, help="bytes to decode (default 256)")
     parser.add_argument("--eager", action="store_true", help="do not compile")
-    parser.add_argument("--plot", type=Path, default=Path("out/train_low_rank.png"))
+    parser.add_argument("--plot", type=Path, default=Path("out/train_low_rank.png"), help="where the figure goes")
     arguments = parser.parse_args()
     results = run(arguments.steps, max(1, arguments.steps // 10), arguments.decode, compiled=not arguments.eager)
     print_table(results)

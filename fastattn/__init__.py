@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastattn import ops
+    from fastattn import convert, ops
     from fastattn.advice import Advice, advise
     from fastattn.convert.config import LowRankConfig
     from fastattn.convert.conversion import to_low_rank_
@@ -32,7 +32,7 @@ _EXPORTS = {
     "advise": "fastattn.advice",
     "to_low_rank_": "fastattn.convert.conversion",
 }
-_SUBMODULES = ("ops",)
+_SUBMODULES = ("convert", "ops")
 
 __all__ = [
     "Advice",
@@ -46,6 +46,7 @@ __all__ = [
     "Rotary",
     "StreamingLLM",
     "advise",
+    "convert",
     "ops",
     "to_low_rank_",
 ]
@@ -62,4 +63,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__})

@@ -96,8 +96,11 @@ def advise(
         seq_len: tokens of query and key.
         dtype: float16, bfloat16 or float32.
         device: ``"a100"``, ``"h100"``, ``"h200"``, a torch device (a GPU is recognized by name, a CPU is measured for a
-            moment), or a :class:`Hardware`.
+            moment), or a :class:`fastattn.advice.Hardware` with figures of your own.
         batch_size: sequences at once.
+
+    Returns:
+        Numbers, and sentences that ``print`` shows.
 
     Raises:
         TypeError, ValueError: an argument of another type or range, or a device whose figures are not known.
@@ -184,7 +187,7 @@ def _reasons(
 ) -> list[str]:
     balance = _rate(hardware, dtype) / hardware.bandwidth
     reasons = [
-        f"{heads} heads of {head_dim} on {hardware.name}: about {tflops:.0f} TFLOP/s for the key-query product, "
+        f"{heads} heads of {head_dim} on {hardware.name}: about {tflops:.3g} TFLOP/s for the key-query product, "
         f"{100 * memory_share:.0f}% of the time in memory traffic ({intensity:.0f} FLOP/byte, the device balances at "
         f"{balance:.0f})."
     ]
@@ -197,7 +200,7 @@ def _reasons(
     if others and others[0][2] > 1.1 * tflops:
         best = others[0]
         reasons.append(
-            f"The same hidden size as {best[0]} heads of {best[1]} would reach about {best[2]:.0f} TFLOP/s: throughput "
+            f"The same hidden size as {best[0]} heads of {best[1]} would reach about {best[2]:.3g} TFLOP/s: throughput "
             "follows the head dim and hardly the number of heads."
         )
     if rank is not None:

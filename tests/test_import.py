@@ -184,3 +184,16 @@ def test_unknown_attribute() -> None:
     with pytest.raises(AttributeError, match="nothing_of_that_name"):
         fastattn.nothing_of_that_name  # noqa: B018
     assert set(fastattn.__all__) <= set(dir(fastattn))
+    assert len(dir(fastattn)) == len(set(dir(fastattn)))
+
+
+def test_conversion_is_reachable_from_the_package_and_loads_transformers_only_when_used() -> None:
+    found = run(f"""
+        import json, sys
+        import torch, fastattn
+
+        names = [name for name in fastattn.convert.__all__ if getattr(fastattn.convert, name) is None]
+        loaded = [m for m in {HEAVY} if m in sys.modules]
+        print(json.dumps({{"missing": names, "loaded": loaded}}))
+    """)
+    assert found == {"missing": [], "loaded": []}

@@ -48,9 +48,10 @@ def token_batches(name: str, token_ids: Tensor | Sequence[Tensor], model: nn.Mod
     elif isinstance(token_ids, Sequence) and all(isinstance(ids, Tensor) for ids in token_ids):
         sequences = list(token_ids)
     else:
-        raise TypeError(
-            f"{name} must be token ids [sequences, tokens] or a list of them, got {type(token_ids).__name__}"
-        )
+        got = type(token_ids).__name__
+        if isinstance(token_ids, (list, tuple)):
+            got = f"a {got} of {next(type(ids).__name__ for ids in token_ids if not isinstance(ids, Tensor))}"
+        raise TypeError(f"{name} must be a tensor of token ids [sequences, tokens] or a list of [tokens], got {got}")
     if not sequences:
         raise ValueError(f"{name} must hold at least one sequence, got none")
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
@@ -182,6 +183,12 @@ def calibrate(
         model: a transformers decoder.
         token_ids: ``[N, S]`` int64, or a list of sequences ``[S_i]``; no padding.
         progress: show a progress bar.
+
+    Returns:
+        Statistics for :func:`fastattn.to_low_rank_` with ``statistics="parallel"``.
+
+    Raises:
+        TypeError, ValueError: token ids that do not fit, or a model without attention that could be converted.
     """
     batches = token_batches("calibration", token_ids, model)
     decoder: Any = decoder_of(model)
@@ -214,7 +221,16 @@ def progress_bar(items: Sequence[T], title: str, shown: bool, unit: str = "layer
 
 
 def held_out_loss(model: nn.Module, token_ids: Tensor | Sequence[Tensor], name: str = "evaluation") -> float:
-    """Mean negative log-likelihood (nats) of every next token, in float32 (float64 for a float64 model)."""
+    """Mean negative log-likelihood (nats) of every next token, in float32 (float64 for a float64 model).
+
+    Args:
+        model: a transformers model with a language-model head.
+        token_ids: ``[N, S]`` int64, or a list of sequences ``[S_i]``; no padding.
+        name: what errors call ``token_ids``.
+
+    Raises:
+        TypeError, ValueError: token ids that do not fit.
+    """
     total, count = 0.0, 0
     with evaluating(model):
         for batch in token_batches(name, token_ids, model):

@@ -30,7 +30,9 @@ class LowRankConfig:
             the number of frequencies, or ``"search"``: for each layer the divisor of least expected error.
         rope_selection: which concentrated components keep RoPE: ``"energy"`` those of a layer whose loss would change
             scores most; ``"uniform"`` equally many of every folded group, at the model's own evenly spaced frequencies
-            (with ``freq_fold = head_dim / qk_rope_head_dim`` these are DeepSeek's, which an export needs).
+            (with ``freq_fold = head_dim / qk_rope_head_dim`` these are DeepSeek's, which an export needs). Only
+            ``"uniform"`` with a number for ``freq_fold`` gives all layers one rotation, which Expected Attention and
+            ``StreamingLLM(rerotate=True)`` need in a cache.
         rope_mixing: ``"real"`` rotates both halves of a pair alike, as published; ``"complex"`` also lets heads differ
             in phase, which collects at least as much energy.
         kv_rank_budget: sum of the layers' latent ranks, given out where they lower the relative error most; needs

@@ -38,7 +38,12 @@ def add_latent_norm_(model: nn.Module, calibration: Tensor | Sequence[Tensor]) -
     A norm divides each token's latent by its own size, which no weight can undo: the model changes, and needs training.
     The norms' weights are the least-squares fit of the latents by their normed selves on ``calibration``.
 
+    Args:
+        model: converted by :func:`fastattn.to_low_rank_`.
+        calibration: token ids ``[N, S]`` or a list of ``[S_i]``, without padding.
+
     Raises:
+        TypeError: token ids that do not fit.
         ValueError: the model has no converted attention, or has norms already.
     """
     layers = [module for module in model.modules() if isinstance(module, ConvertedAttention)]

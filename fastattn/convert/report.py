@@ -12,9 +12,13 @@ from typing import Any
 class LayerReport:
     """One layer. Errors are relative: ``sqrt(E||y - y'||^2 / E||y||^2)`` on the calibration text.
 
-    ``key_error``, ``value_error``, ``query_error``: of the projections' outputs, before RoPE. ``joint_error``: of the
-    balanced ``[K_nope; V]`` that the latent approximates. ``rope_error``: expected change of the rotated keys by lost
-    or moved frequencies. Cache bytes are per token, in the model's dtype.
+    Attributes:
+        name: of the attention module.
+        kv_lora_rank, q_lora_rank, qk_rope_head_dim, freq_fold: what the layer was converted to.
+        key_error, value_error, query_error: of the projections' outputs, before RoPE.
+        joint_error: of the balanced ``[K_nope; V]`` that the latent approximates.
+        rope_error: expected change of the rotated keys by lost or moved frequencies.
+        cache_bytes_before, cache_bytes_after: per token, in the model's dtype.
     """
 
     name: str
@@ -35,8 +39,14 @@ class LayerReport:
 class ConversionReport:
     """What :func:`fastattn.to_low_rank_` returns.
 
-    ``loss_before`` and ``loss_after``: nats per token on the evaluation text, ``None`` without one.
-    ``peak_memory_bytes``: the device's peak on CUDA, the process's so far on a CPU, ``None`` where neither is known.
+    Attributes:
+        layers: one :class:`LayerReport` for each converted layer.
+        config: the :class:`~fastattn.LowRankConfig` as a dict.
+        calibration_tokens: how many were fed.
+        seconds: that the conversion took.
+        peak_memory_bytes: the device's peak on CUDA, the process's so far on a CPU, None where neither is known.
+        loss_before, loss_after: nats per token on the evaluation text, None without one.
+        notes: what else there is to say.
     """
 
     layers: list[LayerReport]

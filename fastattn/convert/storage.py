@@ -27,6 +27,10 @@ def save_low_rank(model: nn.Module, path: str | Path) -> None:
     the projections it misses with random numbers. The folder is written beside ``path`` and renamed: what is there is
     the old model or the new one, never a mixture.
 
+    Args:
+        model: converted by :func:`fastattn.to_low_rank_`.
+        path: the folder.
+
     Raises:
         ValueError: the model is not a converted one.
     """
@@ -43,6 +47,10 @@ def save_low_rank(model: nn.Module, path: str | Path) -> None:
 
 def load_low_rank(path: str | Path, *, device: torch.device | str | None = None) -> Any:
     """The model that :func:`save_low_rank` wrote, in evaluation mode and the dtype it was saved in.
+
+    Args:
+        path: the folder.
+        device: where to put it; torch's default device by default.
 
     Raises:
         ValueError: no such model there, or weights that do not fit its configuration.

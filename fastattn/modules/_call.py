@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fastattn import ops
 from fastattn.modules import _window
 from fastattn.modules.policies import CacheState, QueryWindow
-from fastattn.ops._checks import checks_values, resolve_scale
+from fastattn.ops._checks import checks_values, fixed, resolve_scale
 
 if TYPE_CHECKING:
     from fastattn.modules.kv_cache import CompressedKVCache
@@ -80,7 +80,7 @@ class Call:
         self.is_first, self.is_last = layer == 0, layer == cache.num_layers - 1
         self.query, self.key, self.value = query, key, value
         self.tokens = key.shape[2]
-        self.scale = resolve_scale(scale, cache.head_dim)
+        self.scale = resolve_scale(scale if scale is None else fixed(scale), cache.head_dim)
         self.on_host = checks_values(key)  # the host may look at values without waiting for a device
         if attention_mask is not None and self.on_host and bool(attention_mask.all()):
             attention_mask = None

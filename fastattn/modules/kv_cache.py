@@ -106,8 +106,8 @@ class CompressedKVCache(nn.Module):
             raise ValueError(f"rotary must be given: {type(policy).__name__} needs the model's rotation, got None")
         if rotary is not None and rotary.end > head_dim:
             raise ValueError(f"rotary must rotate dims within head_dim {head_dim}, got dims up to {rotary.end}")
-        if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"dtype must be a floating dtype, got {dtype}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype must be a floating torch.dtype or None, got {dtype!r}")
         policy.check(budget)
 
         self.policy = policy
@@ -160,10 +160,14 @@ class CompressedKVCache(nn.Module):
     ) -> Tensor:
         """Attend to the cache and the new tokens, append them, compress where due.
 
+        The result is :func:`fastattn.ops.attention`'s over what the cache holds and, causally, the new tokens: the two
+        parts are merged by their log-sum-exps. It passes no gradient on; call it under ``torch.no_grad()``.
+
         Args:
             layer: index of the layer; the layers of a call come in order.
-            query: ``[B, H, T, Dk]``, rotated as attention takes it (absorbed, for a latent cache).
-            key: ``[B, Hkv, T, Dk]``, rotated, of the cache's dtype.
+            query: ``[B, H, T, Dk]``, rotated as attention takes it (absorbed, for a latent cache). Query, key and value
+                have the cache's dtype.
+            key: ``[B, Hkv, T, Dk]``, rotated.
             value: ``[B, Hkv, T, Dv]``; None for a latent cache.
             position_ids: integers ``[B, T]`` (or ``[1, T]``), rising over a row's real tokens; by default each row's
                 real tokens are counted.
@@ -171,10 +175,10 @@ class CompressedKVCache(nn.Module):
             scale: softmax scale, ``Dk ** -0.5`` by default; a latent cache must be given its own.
 
         Returns:
-            ``[B, H, T, Dv]``. What it holds at padding is unspecified but finite.
+            ``[B, H, T, Dv]``, of the cache's dtype. What it holds at padding is unspecified but finite.
 
         Raises:
-            TypeError, ValueError: arguments that do not fit, before anything is written.
+            TypeError, ValueError: arguments that do not fit or require a gradient, before anything is written.
             RuntimeError: an earlier call failed half-way; :meth:`reset` makes the cache usable again.
         """
         out = self._run(layer, query, key, value, position_ids, attention_mask, scale, attend=True)
@@ -194,7 +198,7 @@ class CompressedKVCache(nn.Module):
     ) -> None:
         """Append and compress as :meth:`attend` does, for a module that computes the attention itself.
 
-        ``query`` may be None where :attr:`needs_queries` is False.
+        Arguments and errors are :meth:`attend`'s; ``query`` may be None where :attr:`needs_queries` is False.
         """
         self._run(layer, query, key, value, position_ids, attention_mask, scale, attend=False)
 
@@ -255,7 +259,11 @@ class CompressedKVCache(nn.Module):
         """Row ``i`` becomes what row ``index[i]`` was (beam search), in place.
 
         Args:
-            index: integers ``[B]``.
+            index: integers ``[B]``, each a row.
+
+        Raises:
+            TypeError, ValueError: not that.
+            RuntimeError: the last call stopped half-way.
         """
         self._progress.require_complete()
         index = _checks.row_index(self, index)
@@ -269,7 +277,11 @@ class CompressedKVCache(nn.Module):
         """A new cache of the rows ``index``, in that order, repeated as often as named.
 
         Args:
-            index: integers ``[N]``.
+            index: integers ``[N]``, each a row, at least one.
+
+        Raises:
+            TypeError, ValueError: not that.
+            RuntimeError: the last call stopped half-way.
         """
         self._progress.require_complete()
         index = _checks.row_index(self, index)
@@ -301,9 +313,14 @@ class CompressedKVCache(nn.Module):
     def crop(self, tokens: int) -> None:
         """Take back the newest ``tokens`` real tokens of every row, and as many columns, in place.
 
+        Args:
+            tokens: how many, at least 0.
+
         Raises:
+            TypeError: not an integer.
             ValueError: a row has fewer, a compression of any row came later, or those columns were padding for some
                 row; then nothing changes.
+            RuntimeError: the last call stopped half-way.
         """
         check_count("tokens", tokens, 0)
         self._progress.require_complete()

@@ -55,8 +55,8 @@ class LowRankAttention(nn.Module):
     Args:
         hidden_size: width of the input and the output.
         num_heads: query heads H.
-        kv_lora_rank: rank R of keys and values.
-        q_lora_rank: rank of the query; None for a full-rank query.
+        kv_lora_rank: rank R of keys and values, at most ``2 * hidden_size``.
+        q_lora_rank: rank of the query, at most ``2 * hidden_size``; None for a full-rank query.
         qk_nope_head_dim: dims per head without rotation, dn (0 is allowed).
         qk_rope_head_dim: rotated dims per head, dr, even.
         v_head_dim: value dims per head, dv.
@@ -70,6 +70,7 @@ class LowRankAttention(nn.Module):
         bias: biases on the down-projections and the output (DeepSeek's ``attention_bias``).
         q_bias: a bias on the query of all heads.
         norm_eps: epsilon of the norms.
+        device, dtype: of the parameters; torch's defaults by default. Frequencies stay float32.
 
     Raises:
         TypeError, ValueError: an argument of another type, or sizes that do not fit, naming both.
@@ -103,7 +104,7 @@ class LowRankAttention(nn.Module):
         check.check_dims(
             hidden_size, num_heads, kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim
         )
-        check.check_frequencies(inv_freq, qk_rope_head_dim, rope_scaling)
+        check.check_frequencies(inv_freq, qk_rope_head_dim, rope_theta, rope_scaling)
         self.hidden_size, self.num_heads = hidden_size, num_heads
         self.kv_lora_rank, self.q_lora_rank = kv_lora_rank, q_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
@@ -178,6 +179,8 @@ class LowRankAttention(nn.Module):
         batch, tokens, _ = hidden_states.shape
         check.check_positions(position_ids, hidden_states)
         check.check_mask(attention_mask, hidden_states)
+        if absorb not in (None, True, False):
+            raise TypeError(f"absorb must be a bool or None, got {absorb!r}")
         if cache is not None:
             check.check_cache(cache, hidden_states, self.kv_lora_rank, self.qk_rope_head_dim, causal, absorb)
         if position_ids is None:
@@ -248,6 +251,9 @@ class LowRankAttention(nn.Module):
             num_layers: layers that share the cache, each with its own ``layer`` index.
             batch_size: rows.
             dtype, device: the weights' by default (under autocast give its dtype).
+
+        Raises:
+            TypeError, ValueError: as :class:`~fastattn.CompressedKVCache` raises them.
         """
         from fastattn.modules.kv_cache import CompressedKVCache
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastattn.modules.kv_cache import CompressedKVCache
 from fastattn.ops import _checks as check
-
-if TYPE_CHECKING:
-    from fastattn.modules.kv_cache import CompressedKVCache
 
 
 def check_dims(
@@ -41,8 +39,14 @@ def check_dims(
         raise ValueError(f"qk_rope_head_dim must be even (dims rotate in pairs), got {qk_rope_head_dim}")
 
 
-def check_frequencies(inv_freq: Tensor | None, rope_dim: int, scaling: Mapping[str, Any] | None) -> None:
-    """``inv_freq`` has one frequency per rotated pair and no rival."""
+def check_frequencies(inv_freq: Tensor | None, rope_dim: int, theta: float, scaling: Mapping[str, Any] | None) -> None:
+    """A base and a scaling that give frequencies, or ``inv_freq`` with one per rotated pair and no rival."""
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)):
+        raise TypeError(f"rope_theta must be a float, got {type(theta).__name__}")
+    if not 0.0 < theta < float("inf"):
+        raise ValueError(f"rope_theta must be positive and finite, got {theta}")
+    if scaling is not None and not isinstance(scaling, Mapping):
+        raise TypeError(f"rope_scaling must be a dict with a rope_type or None, got {type(scaling).__name__}")
     if inv_freq is None:
         return
     if not isinstance(inv_freq, Tensor):
@@ -108,8 +112,8 @@ def check_mask(mask: Tensor | None, hidden_states: Tensor) -> None:
         if (starts > 1).any():
             row = int((starts > 1).nonzero()[0])
             raise ValueError(
-                f"attention_mask must be True over one contiguous stretch of every row, got {mask[row].tolist()} "
-                f"in row {row}"
+                f"attention_mask must be True over one contiguous stretch of every row, got {int(starts[row])} "
+                f"stretches in row {row}"
             )
 
 
@@ -117,6 +121,8 @@ def check_cache(
     cache: CompressedKVCache, hidden_states: Tensor, rank: int, rope_dim: int, causal: bool, absorb: bool | None
 ) -> None:
     """A latent cache of this module's dims and the input's batch, used causally."""
+    if not isinstance(cache, CompressedKVCache):
+        raise TypeError(f"cache must be a CompressedKVCache (make_cache gives one), got {type(cache).__name__}")
     if not causal:
         raise ValueError("causal must be True with a cache: its tokens come before the new ones, got False")
     if cache.latent_rank != rank or cache.head_dim != rank + rope_dim or cache.num_kv_heads != 1:

@@ -45,7 +45,8 @@ class CacheState:
         positions: int32 ``[B, Hkv, C]``, original positions of the tokens.
         lengths: int32 ``[B, Hkv]``, valid slots; they are a prefix, in time order.
         tokens_seen: int64 ``[B]``, real tokens fed to each row, this call's included.
-        next_position: int64 ``[B]``, one past the row's last position.
+        next_position: int64 ``[B]``, one past the row's last position; without meaning in a row that brought no real
+            token to this call, which is not compressed.
         scale: the attention's softmax scale.
         rotary: the model's rotation, or None.
         min_length: only rows and heads with at least as many valid slots are about to be compressed.
@@ -96,7 +97,10 @@ class CacheState:
 
 
 class Policy(ABC):
-    """Base class of all policies. A policy of your own is one method in plain PyTorch:
+    """Base class of all policies. A policy of your own is one method in plain PyTorch.
+
+    Its argument is a :class:`fastattn.modules.policies.CacheState`: keys, values, positions, lengths and, where asked
+    for, the newest queries of one layer.
 
     .. code-block:: python
 
@@ -125,10 +129,16 @@ class Policy(ABC):
 
         Of equal scores the newer token is kept; NaN ranks lowest; slots beyond ``state.lengths`` are ignored. To be
         compiled into the decode step it must be traceable: no Python branch on tensor values.
+
+        It may call the score of another policy. ``query_window`` and ``needs_rotary`` must then cover that one's,
+        sinks and recent tokens have a score of +inf, and scores of rows that are not compressed are unspecified.
+
+        Args:
+            state: one layer of the cache, the call's new tokens included.
         """
 
     def check(self, budget: int) -> None:  # noqa: B027 - most policies work with any budget
-        """Raise ``ValueError`` where the policy cannot work with ``budget`` tokens."""
+        """Raise ``ValueError`` where the policy cannot work with ``budget`` tokens; called when a cache is made."""
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
@@ -138,9 +148,10 @@ class Policy(ABC):
 class _Protecting(Policy):
     """Shared by policies that keep sinks and a recent window whatever the scores say, by position."""
 
-    def __init__(self, n_sink: int, n_recent: int = 0) -> None:
+    n_recent: int = 0  # on the class: repr shows it for policies that have the option
+
+    def __init__(self, n_sink: int) -> None:
         self.n_sink = _count("n_sink", n_sink, 0)
-        self.n_recent = _count("n_recent", n_recent, 0)
 
     def check(self, budget: int) -> None:
         if budget < self.n_sink + self.n_recent:
@@ -169,7 +180,8 @@ class Knorm(_Protecting):
     predicated = True
 
     def __init__(self, n_sink: int = 0, n_recent: int = 0) -> None:
-        super().__init__(n_sink, n_recent)
+        super().__init__(n_sink)
+        self.n_recent = _count("n_recent", n_recent, 0)
 
     def score(self, state: CacheState) -> Tensor:
         return self._protect(ops.score_knorm(state.keys, state.lengths, min_length=state.min_length), state)
@@ -188,14 +200,15 @@ class KeyDiff(_Protecting):
     predicated = True
 
     def __init__(self, n_sink: int = 0, n_recent: int = 0) -> None:
-        super().__init__(n_sink, n_recent)
+        super().__init__(n_sink)
+        self.n_recent = _count("n_recent", n_recent, 0)
 
     def score(self, state: CacheState) -> Tensor:
         return self._protect(ops.score_key_diff(state.keys, state.lengths, min_length=state.min_length), state)
 
 
 class StreamingLLM(_Protecting):
-    """Keeps the first tokens and the newest (arXiv 2309.17453), by position.
+    """Keeps the first tokens and the newest (arXiv 2309.17453), by position: the score is the position.
 
     Args:
         n_sink: tokens with a position below are always kept.
@@ -282,7 +295,11 @@ class ExpectedAttention(_Protecting):
         self, queries: Tensor, valid: Tensor, state: CacheState
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Mean and covariance, or samples where those are fewer numbers, rotated to the future."""
-        assert state.rotary is not None  # the cache refuses the policy without
+        if state.rotary is None:  # the cache refuses this policy without, but another policy may call its score
+            raise ValueError(
+                "state.rotary must be the model's rotation for ExpectedAttention, got None: give the cache rotary=..., "
+                "and set needs_rotary = True in a policy that calls ExpectedAttention"
+            )
         ahead, first = state.rotary.average, state.next_position
         as_samples = state.call is None and self.use_covariance and self.query_window < queries.shape[3]
         if as_samples:
@@ -328,7 +345,8 @@ def resolve_policy(policy: Policy | str) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):
-        raise TypeError(f"policy must be a Policy or one of {sorted(_BY_NAME)}, got {type(policy).__name__}")
+        got = f"the class {policy.__name__}" if isinstance(policy, type) else type(policy).__name__
+        raise TypeError(f"policy must be a Policy or one of {sorted(_BY_NAME)}, got {got}")
     if policy not in _BY_NAME:
         raise ValueError(f"policy must be a Policy or one of {sorted(_BY_NAME)}, got {policy!r}")
     return _BY_NAME[policy]()

@@ -55,7 +55,11 @@ class Rotary(nn.Module):
         return self.start + 2 * self.inv_freq.shape[0]
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """``x [B, H, T, D]`` rotated to ``positions [B, T]`` (or ``[B, H, T]``)."""
+        """``x [B, H, T, D]`` rotated to ``positions [B, T]`` (or ``[B, H, T]``), in ``x``'s dtype.
+
+        Raises:
+            ValueError: ``positions`` for another number of tokens, or ``x`` has too few dims to rotate.
+        """
         angle = self._angles(x, positions)
         return self._turn(x, angle.cos() * self.attention_factor, angle.sin() * self.attention_factor)
 
@@ -79,7 +83,11 @@ class Rotary(nn.Module):
             x: vectors before rotation.
             first: int ``[B]``.
             count: number of positions, at least 1.
+
+        Raises:
+            TypeError, ValueError: ``count`` is not that, or ``x`` has too few dims to rotate.
         """
+        check_count("count", count, 1)
         wide = x.dtype if x.dtype == torch.float64 else torch.float32
         freq = self.inv_freq.to(wide)
         half = freq / 2
@@ -91,6 +99,11 @@ class Rotary(nn.Module):
         return self._turn(x, angle.cos() * shrink, angle.sin() * shrink)
 
     def _angles(self, x: Tensor, positions: Tensor) -> Tensor:
+        if positions.shape[-1:] != x.shape[-2:-1]:
+            raise ValueError(
+                f"positions must have one entry for each of x's {x.shape[-2]} tokens, [B, T] or [B, H, T] for "
+                f"x [B, H, T, D], got {list(positions.shape)} for {list(x.shape)}"
+            )
         wide = x.dtype if x.dtype == torch.float64 else torch.float32
         if positions.dim() == 2:
             positions = positions[:, None]

@@ -51,6 +51,16 @@ def check_int32(name: str, value: object, shape: tuple[int, ...], dims: str, dev
         raise ValueError(f"{name} must be on {device}, got {value.device}")
 
 
+def check_written(**tensors: Tensor) -> None:
+    """Elements of a tensor that is written in place lie in memory of their own, unlike an expanded tensor's."""
+    for name, tensor in tensors.items():
+        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ValueError(
+                f"{name} must have memory of its own for every element, to be written in place, got an expanded tensor "
+                f"{list(tensor.shape)} with strides {list(tensor.stride())}: call .contiguous()"
+            )
+
+
 def check_groups(query: Tensor, key: Tensor, query_name: str = "query", key_name: str = "key") -> None:
     heads, kv_heads = query.shape[1], key.shape[1]
     if kv_heads == 0 or heads % kv_heads != 0:
@@ -74,6 +84,15 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
     if not -math.inf < scale < math.inf:  # torch.compile traces comparisons of a symbolic float, not math.isfinite
         raise ValueError(f"scale must be finite, got {scale}")
     return float(scale)
+
+
+def fixed(value: float) -> float:
+    """``value``, as a number where torch.compile traces a symbol: an operator in ``torch.cond`` takes none."""
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+        return float(guard_scalar(value))
+    return value
 
 
 def check_no_grad(operator: str, **tensors: Tensor | None) -> None:

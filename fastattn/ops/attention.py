@@ -22,7 +22,8 @@ def attention(
     lengths: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Softmax attention with grouped heads, differentiable in ``query``, ``key`` and ``value``.
+    r"""Softmax attention (arXiv 1706.03762) with grouped heads (arXiv 2305.13245), differentiable in ``query``, ``key``
+    and ``value``.
 
     .. math:: o_i = \sum_j p_{ij} v_j,\quad p_i = \mathrm{softmax}_j(\mathrm{scale}\; q_i \cdot k_j)
 

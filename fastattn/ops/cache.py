@@ -97,6 +97,9 @@ def _check_cache(operator: str, key_cache: Tensor, value_cache: Tensor, position
     check.check_int32("positions", positions, tuple(key_cache.shape[:3]), "B Hkv C", key_cache.device)
     check.check_int32("lengths", lengths, tuple(key_cache.shape[:2]), "B Hkv", key_cache.device)
     check.check_no_grad(operator, key_cache=key_cache, value_cache=value_cache)
+    # Spelled out: this runs on every step, and a generator would cost it five calls.
+    if 0 in key_cache.stride() or 0 in value_cache.stride() or 0 in positions.stride() or 0 in lengths.stride():
+        check.check_written(key_cache=key_cache, value_cache=value_cache, positions=positions, lengths=lengths)
 
 
 def _fake(*_: object) -> None:

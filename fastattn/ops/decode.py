@@ -19,11 +19,14 @@ def decode_attention(
     causal: bool = True,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of ``Sq`` new queries over a cache buffer whose valid slots are a prefix.
+    r"""Attention of ``Sq`` new queries over a cache buffer whose valid slots are a prefix.
 
-    With ``causal`` the newest ``Sq`` valid slots belong to the ``Sq`` queries: query ``i`` sees the first
-    ``lengths - Sq + 1 + i`` slots. Without, every query sees all valid slots. Made for few queries and many
-    slots; any number of queries works.
+    .. math:: o_i = \sum_j p_{ij} v_j,\quad p_i = \mathrm{softmax}_j(\mathrm{scale}\; q_i \cdot k_j)
+
+    as :func:`attention`, over the slots that query ``i`` sees. The slots are split between programs, whose results are
+    merged as :func:`merge_attention` does. With ``causal`` the newest ``Sq`` valid slots belong to the ``Sq`` queries:
+    query ``i`` sees the first ``lengths - Sq + 1 + i`` slots. Without, every query sees all valid slots. Made for few
+    queries and many slots; any number of queries works.
 
     Args:
         query: ``[B, H, Sq, Dqk]``, float16, bfloat16, float32 or float64.

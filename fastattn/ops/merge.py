@@ -12,7 +12,7 @@ from fastattn.ops._register import register
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    r"""Attention over the union of disjoint keys, from the results over each part.
+    r"""Attention over the union of disjoint keys, from the results over each part (online softmax, arXiv 1805.02867).
 
     .. math:: \mathrm{lse} = \log\sum_p e^{\mathrm{lse}_p},\qquad
               o = \sum_p e^{\mathrm{lse}_p - \mathrm{lse}}\, o_p

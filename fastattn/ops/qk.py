@@ -32,7 +32,7 @@ def qk_scores(query: Tensor, key: Tensor, *, scale: float = 1.0) -> Tensor:
     check.check_no_grad("qk_scores", query=query, key=key)
     if scale is None:
         raise TypeError("scale must be a float, got None")
-    return QK_SCORES(query, key, check.resolve_scale(scale, query.shape[3]))
+    return QK_SCORES(query, key, check.fixed(check.resolve_scale(scale, query.shape[3])))
 
 
 def _fake(query: Tensor, key: Tensor, scale: float) -> Tensor:

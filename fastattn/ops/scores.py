@@ -128,9 +128,9 @@ def score_expected_attention(
         query_samples=query_samples,
     )
     check.check_count("n_sink", n_sink, 0)
-    if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)):
+    if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float, torch.SymFloat)):
         raise TypeError(f"epsilon must be a float, got {type(epsilon).__name__}")
-    if not math.isfinite(epsilon) or epsilon < 0:
+    if not 0.0 <= epsilon < math.inf:  # torch.compile traces comparisons of a symbolic float, not math.isfinite
         raise ValueError(f"epsilon must be finite and not negative, got {epsilon}")
     if scale is None:
         raise TypeError("scale must be a float, got None")
@@ -142,16 +142,17 @@ def score_expected_attention(
         query_mean,
         query_cov,
         query_samples,
-        check.resolve_scale(scale, key.shape[3]),
+        check.fixed(check.resolve_scale(scale, key.shape[3])),
         n_sink,
-        float(epsilon),
+        check.fixed(float(epsilon)),
         bool(use_value_norm),
         min_length,
     )
 
 
 def query_moments(query: Tensor, valid: Tensor | None = None, *, min_length: int = 0) -> tuple[Tensor, Tensor]:
-    r"""Mean and biased covariance of query vectors, in two float32 passes.
+    r"""Mean and biased covariance of query vectors, in two float32 passes: Expected Attention's statistics
+    (arXiv 2510.00636).
 
     .. math:: \mu = \mathrm{mean}_i\, q_i,\qquad \Sigma = \mathrm{mean}_i\, (q_i - \mu)(q_i - \mu)^\top
 

@@ -64,6 +64,21 @@ def test_breaches_are_noticed(jobs):
     assert "does not compile" in broken(error="OutOfResources")
 
 
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_breach_is_gated_under_the_pinned_triton_and_reported_under_another(jobs, monkeypatch, capsys, pinned):
+    row = kernel_table.Row(next(iter(kernel_table.committed().values())), ("spills 8 bytes",))
+    monkeypatch.setattr(kernel_table, "unique_jobs", lambda only, target: [next(iter(jobs.values()))])
+    monkeypatch.setattr(kernel_table, "compile_rows", lambda jobs, processes: [row] * len(jobs))
+    monkeypatch.setattr(kernel_table, "write", lambda rows: pytest.fail("wrote another triton's numbers"))
+    if not pinned:
+        monkeypatch.setattr(kernel_table, "PINNED", "0.0.")
+    assert kernel_table.main([] if pinned else ["--write"]) == int(pinned)
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"triton {triton.__version__}, 1 kernels")
+    assert "BREACH" in printed
+    assert ("Not gated" in printed) == (not pinned)
+
+
 def test_a_source_follows_code_and_config_but_not_comments(jobs):
     job = _job(jobs, "merge_kernel", "sm_90")
     same = dataclasses.replace(job, case="another name")

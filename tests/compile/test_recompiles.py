@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastattn import ExpectedAttention, Policy, StreamingLLM
+from fastattn import CompressedKVCache, ExpectedAttention, Policy, Rotary, StreamingLLM
 from tests._helpers.compiling import TinyModel, counting, greedy, no_recompiles
 
 pytestmark = pytest.mark.compile
@@ -62,6 +62,35 @@ def test_decoding_is_one_graph(name, backend):
             assert torch.equal(outputs[1], outputs[3])
         assert counts.read().graphs == 1
     assert counts.breaks == 0
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_numbers_that_the_compiler_would_make_symbols_reach_operators_as_numbers(dynamic):
+    """A float that changed between calls, or any float with ``dynamic=True``, becomes a symbol, which ``torch.cond``
+    cannot hand to an operator."""
+    new = [torch.randn(1, 2, 1, 16) for _ in range(3)]
+    with torch.no_grad():
+        for number in (0.1, 0.2, 0.3):
+            policy = ExpectedAttention(epsilon=number, n_sink=2)
+            caches = [
+                CompressedKVCache(
+                    policy,
+                    8,
+                    num_layers=1,
+                    num_kv_heads=2,
+                    num_heads=2,
+                    head_dim=16,
+                    interval=4,
+                    rotary=Rotary(torch.ones(8)),
+                )
+                for _ in range(2)
+            ]
+            step = torch.compile(caches[1].attend, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+            for attend, cache in zip((caches[0].attend, step), caches, strict=True):
+                for _ in range(20):
+                    attend(0, *new, scale=number)
+                assert int(cache.lengths(0).max()) < 12  # evicted on the way
+            assert torch.equal(caches[0].positions(0), caches[1].positions(0))
 
 
 @pytest.mark.parametrize("policy", ["key_diff", "expected_attention"])

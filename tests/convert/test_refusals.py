@@ -95,6 +95,7 @@ def test_configuration_refuses_wrong_options(options, error):
         (torch.full((3, 60), -1), ValueError, "ids below 96"),
         (torch.zeros(60, dtype=torch.long), ValueError, r"shape \[sequences, tokens\]"),
         ("text", TypeError, "token ids"),
+        (["text"], TypeError, "token ids .*, got a list of str"),
     ],
 )
 def test_calibration_that_is_no_text(calibration, error, message):

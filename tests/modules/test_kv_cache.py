@@ -288,14 +288,15 @@ def test_a_call_that_stopped_between_layers_is_noticed():
         ({"num_layers": 0}, ValueError, "num_layers must be at least 1, got 0"),
         ({"policy": "h2o"}, ValueError, "one of .*expected_attention.*key_diff.*knorm.*streaming_llm.*got 'h2o'"),
         ({"policy": 3}, TypeError, "policy must be a Policy or one of .*, got int"),
-        ({"policy": Knorm}, TypeError, "policy must be a Policy or one of .*, got ABCMeta"),
+        ({"policy": Knorm}, TypeError, "policy must be a Policy or one of .*, got the class Knorm"),
         ({"policy": "expected_attention", "rotary": None}, ValueError, "rotary must be given: ExpectedAttention"),
         ({"policy": StreamingLLM(rerotate=True), "rotary": None}, ValueError, "rotary must be given: StreamingLLM"),
         ({"rotary": torch.ones(4)}, TypeError, "rotary must be a Rotary or None, got Tensor"),
         ({"rotary": Rotary(torch.ones(5))}, ValueError, "within head_dim 8, got dims up to 10"),
         ({"latent_rank": 6}, ValueError, "num_kv_heads must be 1 for a latent cache, got 2"),
         ({"latent_rank": 9, "num_kv_heads": 1}, ValueError, "latent_rank must be at most head_dim 8, got 9"),
-        ({"dtype": torch.int32}, TypeError, "dtype must be a floating dtype, got torch.int32"),
+        ({"dtype": torch.int32}, TypeError, "dtype must be a floating torch.dtype or None, got torch.int32"),
+        ({"dtype": "float32"}, TypeError, "dtype must be a floating torch.dtype or None, got 'float32'"),
     ],
 )
 def test_bad_construction(options, error, message):

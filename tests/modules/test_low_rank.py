@@ -317,6 +317,8 @@ def test_compiles_as_one_graph_forward_and_backward() -> None:
         ({"inv_freq": torch.ones(3), "rope_scaling": YARN}, "rope_scaling must be None where inv_freq"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "fixed frequencies.*got 'dynamic'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear' must have factor"),
+        ({"rope_theta": 0.0}, "rope_theta must be positive and finite, got 0.0"),
+        ({"rope_theta": float("nan")}, "rope_theta must be positive and finite, got nan"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "facotr": 1}}, "unknown keys \\['facotr'\\]"),
         ({"softmax_scale": float("nan")}, "scale must be finite, got nan"),
     ],
@@ -326,7 +328,16 @@ def test_sizes_that_do_not_fit_are_refused(wrong: dict[str, Any], message: str) 
         LowRankAttention(**{**SMALL, **wrong})
 
 
-@pytest.mark.parametrize("wrong", [{"num_heads": 2.0}, {"kv_lora_rank": "20"}, {"inv_freq": [0.1, 0.2, 0.3]}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_heads": 2.0},
+        {"kv_lora_rank": "20"},
+        {"inv_freq": [0.1, 0.2, 0.3]},
+        {"rope_theta": "1e4"},
+        {"rope_scaling": "yarn"},
+    ],
+)
 def test_types_that_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=next(iter(wrong))):
         LowRankAttention(**{**SMALL, **wrong})
@@ -347,7 +358,11 @@ def test_calls_that_do_not_fit_are_refused() -> None:
     with pytest.raises(TypeError, match=r"attention_mask must be bool .*, got torch.int64"):
         module(hidden, attention_mask=torch.ones(2, 5, dtype=torch.int64))
     holes = torch.tensor([[True] * 5, [True, False, True, True, True]])
-    with pytest.raises(ValueError, match=r"one contiguous stretch of every row.* in row 1"):
+    with pytest.raises(ValueError, match=r"one contiguous stretch of every row, got 2 stretches in row 1"):
         module(hidden, attention_mask=holes)
+    with pytest.raises(TypeError, match="absorb must be a bool or None, got 'yes'"):
+        module(hidden, absorb="yes")
+    with pytest.raises(TypeError, match=r"cache must be a CompressedKVCache .*, got list"):
+        module(hidden, cache=[])
     with pytest.raises(ValueError, match="at least one token"):
         module(hidden[:, :0])

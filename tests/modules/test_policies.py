@@ -415,14 +415,46 @@ def test_bad_options(make_policy: Any, error: type[Exception], words: str) -> No
         make_policy()
 
 
+def test_a_policy_that_calls_another_says_what_that_one_needs() -> None:
+    class Borrowing(Policy):
+        def __init__(self, query_window: int) -> None:
+            self.query_window, self.inner = query_window, ExpectedAttention()
+
+        def score(self, state: CacheState) -> Tensor:
+            return self.inner.score(state)
+
+    with pytest.raises(ValueError, match=r"state.rotary must be .* ExpectedAttention, got None: .*needs_rotary = True"):
+        feed(make(Borrowing(8), 8, rotary=None), Sequence(20), [20])
+
+
 def test_defaults_are_the_published_ones() -> None:
     assert repr(Knorm()) == "Knorm(n_recent=0, n_sink=0)"
     assert repr(KeyDiff()) == "KeyDiff(n_recent=0, n_sink=0)"
-    assert (StreamingLLM().n_sink, StreamingLLM().rerotate) == (4, False)
+    assert repr(StreamingLLM()) == "StreamingLLM(n_sink=4, rerotate=False)"
     policy = ExpectedAttention()
     assert (policy.n_future_positions, policy.n_sink, policy.query_window, policy.epsilon) == (512, 4, 128, 0.0)
     assert policy.use_covariance
     assert policy.use_value_norm
+    assert repr(eval(repr(policy))) == repr(policy)  # it shows options that exist
+
+
+@pytest.mark.parametrize("policy", [Knorm(), KeyDiff(), Knorm(n_sink=2, n_recent=3)], ids=repr)
+def test_equal_scores_of_a_padded_row_fall_as_they_do_alone(policy: Policy) -> None:
+    """Keys of one nonzero number have exact norms and directions: most scores are tied, and positions decide."""
+    size = torch.randint(1, 3, (2, KV_HEADS, 60, 1), generator=torch.Generator().manual_seed(3)).float()
+    key = size * torch.nn.functional.one_hot(torch.arange(60) % 4, DIM)
+    query, value = draw.normal(2, HEADS, 60, DIM), draw.normal(2, KV_HEADS, 60, DIM)
+    mask = torch.ones(2, 60, dtype=torch.bool)
+    mask[1, :17] = False
+    both, alone = make(policy, 12, batch_size=2), make(policy, 12)
+    last = 50  # then token by token
+    for call in [slice(0, last), *(slice(t, t + 1) for t in range(last, 60))]:
+        own = slice(max(call.start, 17), call.stop)
+        both.attend(0, query[:, :, call], key[:, :, call], value[:, :, call], attention_mask=mask[:, call])
+        alone.attend(0, query[1:, :, own], key[1:, :, own], value[1:, :, own])
+        assert kept(both, 1) == kept(alone)
+    assert alone.lengths(0).tolist() == [[14, 14]]  # compressed again while decoding
+    assert len(torch.unique(key[1, 0, 17:].norm(dim=-1))) == 2
 
 
 # -- StreamingLLM at the index in the cache --------------------------------------------------------------------------

@@ -242,5 +242,9 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], words: list[
 def test_too_few_dims_to_rotate() -> None:
     with pytest.raises(ValueError, match="x must have at least 8 dims to rotate, got 7"):
         make().rotate(torch.ones(1, 1, 1, 7), torch.tensor([[0]]))
+    with pytest.raises(ValueError, match=r"positions must have one entry for each of x's 3 tokens.* got \[1, 2\]"):
+        make().rotate(torch.ones(1, 1, 3, 8), torch.tensor([[0, 1]]))
+    with pytest.raises(ValueError, match="count must be at least 1, got 0"):
+        make().average(torch.ones(1, 10), torch.tensor([0]), 0)
     with pytest.raises(ValueError, match="at least 10 dims"):
         make(start=2).average(torch.ones(1, 9), torch.tensor([0]), 4)

@@ -232,6 +232,7 @@ def arguments(name: str) -> dict[str, Any]:
 
 BOTH = ["cache_append_", "cache_compact_"]
 GRAD = torch.ones(2, 2, 8, 4, requires_grad=True)
+OWN_MEMORY = ["memory of its own", "expanded"]
 BAD = [
     *((name, "key_cache", None, TypeError, ["[B Hkv C Dk]", "NoneType"]) for name in BOTH),
     *((name, "key_cache", torch.ones(2, 8, 4), ValueError, ["[B Hkv C Dk]", "[2, 8, 4]"]) for name in BOTH),
@@ -245,6 +246,11 @@ BAD = [
     *((name, "positions", torch.ones(2, 2, 7).int(), ValueError, ["[2, 2, 8]", "[2, 2, 7]"]) for name in BOTH),
     *((name, "lengths", torch.ones(2, 2).long(), TypeError, ["int32", "int64"]) for name in BOTH),
     *((name, "lengths", torch.ones(2).int(), ValueError, ["[B Hkv]", "[2]"]) for name in BOTH),
+    # Expanded tensors: writing one row or head would write them all.
+    *((name, "key_cache", torch.ones(2, 1, 8, 4).expand(2, 2, 8, 4), ValueError, OWN_MEMORY) for name in BOTH),
+    *((name, "value_cache", torch.ones(1, 2, 8, 6).expand(2, 2, 8, 6), ValueError, OWN_MEMORY) for name in BOTH),
+    *((name, "positions", torch.ones(8).int().expand(2, 2, 8), ValueError, OWN_MEMORY) for name in BOTH),
+    *((name, "lengths", torch.ones(2, 1).int().expand(2, 2), ValueError, OWN_MEMORY) for name in BOTH),
     ("cache_append_", "key", torch.ones(2, 2, 2, 5), ValueError, ["4", "[2, 2, 2, 5]"]),
     ("cache_append_", "key", torch.ones(1, 2, 2, 4), ValueError, ["2", "[1, 2, 2, 4]"]),
     ("cache_append_", "key", torch.ones(2, 4, 2, 4), ValueError, ["2", "[2, 4, 2, 4]"]),

@@ -18,7 +18,7 @@ from fastattn.integrations.transformers._layers import (
 from fastattn.integrations.transformers._model import ModelSpec, switch
 from fastattn.modules.kv_cache import CompressedKVCache
 from fastattn.modules.low_rank import LowRankAttention
-from fastattn.modules.policies import Policy
+from fastattn.modules.policies import Policy, resolve_policy
 from fastattn.ops._checks import checks_values
 
 
@@ -35,7 +35,8 @@ def compressed_cache(
 
     The first call for a model examines it with a forward pass over four tokens and switches it to the attention
     function ``"fastattn"``. Calls of the model with another cache, or with none, give what they gave before, to the
-    bit. ``model.set_attn_implementation`` switches it back.
+    bit. ``model.set_attn_implementation`` switches it back. Give ``generate`` an ``attention_mask``: without one it
+    may take a ``pad_token_id`` in the prompt for padding. ``cache.reset()`` makes the cache ready for another prompt.
 
     Served are causal decoders whose attention goes through transformers' attention interface with rotary embeddings
     (Llama, Mistral, Qwen2, Qwen3, Phi-3 and many others), and models whose attention was replaced by or converted to
@@ -50,7 +51,8 @@ def compressed_cache(
         interval: decode steps between two compressions.
         max_step: most tokens of a call that counts as a decode step. Above 1 the cache is made for assisted decoding:
             it can be cropped while nothing has been evicted since, and ``generate`` does not compile over it.
-        dtype: of the cache; must be the dtype of the model's keys, which is the default.
+        dtype: of the cache; must be the dtype that keys have when they come, by default the model's (under autocast
+            give its dtype). Another raises at the first call.
 
     Returns:
         A transformers ``Cache``; its attribute ``kv`` is the :class:`~fastattn.CompressedKVCache`.
@@ -61,8 +63,15 @@ def compressed_cache(
             bidirectional or cross-attention; sliding-window layers only; layers that differ, share a cache or are of
             another kind (convolutions, recurrent states). The model is then as it was.
     """
+    policy = resolve_policy(policy)
     carrier = switch(model)
     spec = carrier.spec
+    if spec.rotary is None and (policy.needs_rotary or policy.rerotate):
+        raise ValueError(
+            f"policy must do without the model's rotation, got {policy!r}: the layers of {type(model).__name__} rotate "
+            'at frequencies of their own. Convert with LowRankConfig(rope_selection="uniform") and a number for '
+            "freq_fold to give them one rotation"
+        )
     kv = CompressedKVCache(
         policy,
         budget,
@@ -196,6 +205,7 @@ class CompressedCache(CarriedCache):
 
     @property
     def max_batch_size(self) -> int:
+        """Rows of the cache, by transformers' name."""
         return self.batch_size
 
     def _new_layers(self) -> list[Any]:

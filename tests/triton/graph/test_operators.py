@@ -66,6 +66,24 @@ INFERENCE = {
         lambda: (_cache(), _lengths()),
         ["key_diff_anchor_kernel", "key_diff_kernel"],
     ),
+    "score_expected_attention, mean": (
+        lambda k, v, n, p, m: ops.score_expected_attention(k, v, n, p, m, scale=0.1),
+        lambda: (_cache(), _cache(), _lengths(), _positions(), torch.zeros(BATCH, HEADS, DIM)),
+        ["logits_kernel", "softmax_kernel", "score_kernel"],
+    ),
+    "score_expected_attention, moments": (
+        lambda k, v, n, p, m, c: ops.score_expected_attention(k, v, n, p, m, c, scale=0.1, epsilon=0.02),
+        lambda: (
+            *(_cache(), _cache(), _lengths(), _positions()),
+            *(torch.zeros(BATCH, HEADS, DIM), torch.zeros(BATCH, HEADS, DIM, DIM)),
+        ),
+        ["logits_kernel", "softmax_kernel", "score_kernel"],
+    ),
+    "score_expected_attention, samples": (
+        lambda k, v, n, p, s: ops.score_expected_attention(k, v, n, p, query_samples=s, scale=0.1, min_length=30),
+        lambda: (_cache(), _cache(), _lengths(), _positions(), torch.zeros(BATCH, HEADS, 16, DIM)),
+        ["logits_kernel", "softmax_kernel", "score_kernel"],
+    ),
     "query_moments": (lambda q: ops.query_moments(q), lambda: (_query(30),), ["sum_kernel", "covariance_kernel"]),
 }
 IN_PLACE = {
