@@ -23,7 +23,7 @@ def latent_decode(
     # The rope columns ride along as values, which costs less than a copy of the latent without them.
     for rows, _, length in blocks_of_equal_length(lengths[:, None], cache.shape[1]):
         first = length - queries + 1 if causal else length + 1
-        if scale > 0 and _products.pays(query[0, 0], min(first, length)):
+        if query.dtype == torch.bfloat16 and scale > 0 and _products.pays(query[0, 0], min(first, length)):
             for row in range(rows.start, rows.stop):
                 out[row], lse[row] = _products.forward(
                     query[row, 0], cache[row, :length], rank, min(first, length), scale
