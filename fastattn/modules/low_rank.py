@@ -133,8 +133,11 @@ class LowRankAttention(nn.Module):
         self.rotary = LatentRotary(
             inv_freq, interleave=rope_interleave, attention_factor=attention_factor, device=device
         )
-        # The rotary's own tensor under a second name: saved only where it can't be computed again.
-        self.register_buffer("inv_freq", self.rotary.inv_freq, persistent=given)
+        # The rotary's own tensor under a second name: a buffer, and saved, only where it can't be computed again.
+        if given:
+            self.register_buffer("inv_freq", self.rotary.inv_freq)
+        else:
+            self.inv_freq = self.rotary.inv_freq
 
     def reset_parameters(self) -> None:
         """Initialises every projection, norm and frequency anew, as at construction."""
@@ -195,12 +198,19 @@ class LowRankAttention(nn.Module):
             out = (paths.absorbed_over_cache if absorb else paths.expanded_over_cache)(self, new, cache, layer)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
+    def _take_over_table(self) -> None:
+        """Rotate with the table that is there: a loader may have put another tensor under its name."""
+        table = self._buffers.get("inv_freq")
+        if table is not None and table is not self.rotary.inv_freq:
+            self.rotary.inv_freq = self.inv_freq = table.float()
+
     def _project(self, hidden_states: Tensor, position_ids: Tensor, mask: Tensor | None) -> paths.Projected:
         queries = self._queries(hidden_states, position_ids)
         return paths.Projected(*queries, *self._latents(hidden_states, position_ids), position_ids, mask)
 
     def _queries(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """``[B, H, T, dn]`` and, rotated, ``[B, H, T, dr]``."""
+        self._take_over_table()
         if self.q_lora_rank is None:
             query = self.q_proj(hidden_states)
         else:
@@ -264,13 +274,14 @@ class LowRankAttention(nn.Module):
             max_step=max_step,
             rotary=self.latent_rotary(),
             dtype=dtype or check.float_dtype(self.kv_a_proj_with_mqa) or torch.get_default_dtype(),
-            device=device or self.inv_freq.device,
+            device=device or check.device_of(self.kv_a_proj_with_mqa) or self.rotary.inv_freq.device,
         )
 
     def latent_rotary(self) -> Rotary:
         """The rotation of a latent cache's rows ``[latent | rope key]``."""
+        self._take_over_table()
         return Rotary(
-            self.inv_freq,
+            self.rotary.inv_freq,
             interleave=self.rotary.interleave,
             attention_factor=self.rotary.attention_factor,
             start=self.kv_lora_rank,

@@ -75,6 +75,12 @@ def float_dtype(projection: nn.Module) -> torch.dtype | None:
     return None
 
 
+def device_of(projection: nn.Module) -> torch.device | None:
+    """Where a projection's weight is; None where it has no weight or only the promise of one (the meta device)."""
+    weight = getattr(projection, "weight", None)
+    return weight.device if isinstance(weight, Tensor) and not weight.is_meta else None
+
+
 def check_positions(position_ids: Tensor | None, hidden_states: Tensor) -> None:
     """int ``[B, T]``."""
     if position_ids is None:

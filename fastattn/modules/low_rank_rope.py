@@ -132,7 +132,8 @@ class LatentRotary(Rotary):
     """The rotation of a :class:`~fastattn.LowRankAttention`, which construction on the meta device does not lose.
 
     There the frequencies stay on the CPU: they are few, and nothing would bring them back where a checkpoint without
-    them is assigned. They are kept as Python numbers too, for the way from the meta device to a real one.
+    them is assigned. They are kept as Python numbers too, for the way from the meta device to a real one. No state_dict
+    has them, yet they do not count as non-persistent: loaders (transformers') empty every buffer that does.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class LatentRotary(Rotary):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(inv_freq, interleave=interleave, attention_factor=attention_factor)
+        self._non_persistent_buffers_set.discard("inv_freq")
         self._initial: tuple[float, ...] | None = None if inv_freq.is_meta else tuple(inv_freq.float().tolist())
         place = torch.get_default_device() if device is None else torch.device(device)
         if place.type != "meta":
@@ -154,6 +156,12 @@ class LatentRotary(Rotary):
         if self._initial is not None:
             with torch.inference_mode(False):
                 self.inv_freq = torch.tensor(self._initial, dtype=torch.float32, device=self.inv_freq.device)
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        """Nothing: what must be saved is a buffer of the attention."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Nothing, likewise."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if not self.inv_freq.is_meta:
