@@ -87,6 +87,23 @@ def test_calls_that_low_rank_attention_cannot_serve_raise(arguments, message):
         model(token_ids(1, 6), **arguments)
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_padding_between_the_turns_of_a_growing_cache_is_refused_and_nothing_stored(implementation):
+    model = tiny_model("llama", attn_implementation=implementation)
+    convert(model, SMALL)
+    ids, mask = token_ids(2, 12), torch.ones(2, 12, dtype=torch.long)
+    mask[1, 4:7] = 0  # the first turn padded on the right
+    with torch.no_grad():
+        cache = model(ids[:, :7], attention_mask=mask[:, :7]).past_key_values
+        with pytest.raises(ValueError, match="padding between the tokens of row 1"):
+            model(ids[:, 7:], attention_mask=mask, past_key_values=cache)
+        assert cache.get_seq_length() == 7
+        banded = torch.zeros(2, 1, 5, 12).masked_fill(torch.ones(5, 12).tril(7).triu(5) == 0, -torch.inf)
+        with pytest.raises(ValueError, match="causal with padding"):
+            model(ids[:, 7:], attention_mask=banded, past_key_values=cache)
+        assert cache.get_seq_length() == 7
+
+
 def test_static_cache_is_refused_by_name():
     model = tiny_model("llama")
     convert(model, SMALL)
