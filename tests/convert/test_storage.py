@@ -90,6 +90,42 @@ def test_folder_is_the_old_model_or_the_new_one(tmp_path, monkeypatch):
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
+def test_what_cannot_be_loaded_again_is_not_saved_over_what_can(tmp_path):
+    model, ids = converted("llama"), token_ids(1, 20, seed=1)
+    save_low_rank(model, tmp_path / "model")
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.config = model, model.config
+
+    for wrapped in (torch.compile(model), Wrapper()):
+        with pytest.raises(ValueError, match="must be of a class of transformers"):
+            save_low_rank(wrapped, tmp_path / "model")
+    with pytest.raises(ValueError, match="on the meta device"):
+        save_low_rank(converted("llama").to("meta"), tmp_path / "model")
+    assert torch.equal(logits(load_low_rank(tmp_path / "model"), ids), logits(model, ids))
+
+
+def test_files_beside_the_model_stay_and_an_older_models_weights_go(tmp_path):
+    model, folder = converted("llama"), tmp_path / "model"
+    tiny_model("llama").save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "runs").mkdir()
+    (folder / "runs" / "log").write_text("1.5")
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    save_low_rank(model, link)
+    assert link.is_symlink()
+    assert (folder / "runs" / "log").read_text() == "1.5"
+    names = {"config.json", "generation_config.json", "low_rank.safetensors", "runs", "tokenizer.json"}
+    assert {entry.name for entry in folder.iterdir()} == names
+    assert {entry.name for entry in tmp_path.iterdir()} == {"link", "model"}
+    with pytest.raises(ValueError, match="must be a folder or new, got the file"):
+        save_low_rank(model, folder / "tokenizer.json")
+    assert (folder / "tokenizer.json").read_text() == "{}"
+
+
 def test_from_pretrained_refuses_the_folder_instead_of_filling_in_random_weights(tmp_path):
     save_low_rank(converted("llama"), tmp_path)
     with pytest.raises(OSError, match="safetensors"):
