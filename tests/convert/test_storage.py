@@ -187,6 +187,22 @@ def test_export_says_what_the_layout_cannot_hold(tmp_path):
     refuse(with_latent_norm(converted("llama", budget)), "one shape")
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("Gemma", {"head_dim": 16}, "differ by"),  # scaled embeddings, norms of 1 + weight
+        ("Granite", {"residual_multiplier": 0.5, "logits_scaling": 2.0}, "differ by"),
+        ("Arcee", {}, "need .'model.layers.0.mlp.gate_proj.weight'"),
+        ("Olmo", {}, "without rms_norm_eps"),
+    ],
+)
+def test_models_that_do_more_than_deepseeks_layers_are_not_exported(family, changes, message, tmp_path):
+    model = converted(family, LowRankConfig(kv_lora_rank=12, **EVEN), **changes)
+    with pytest.raises(ValueError, match=message):
+        export_deepseek_v3(with_latent_norm(model), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_added_norms_start_near_the_converted_model_and_export(tmp_path):
     """The fit undoes the norms where every token's latent has the same size."""
     model, ids = converted("llama", LowRankConfig(kv_lora_rank=12, q_lora_rank=24, **EVEN)), token_ids(3, 60)
