@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastattn.convert.calibration import CalibrationStatistics, LayerWalk, token_batches
+from fastattn.convert.calibration import CHECKED_TOKENS, CalibrationStatistics, LayerWalk, token_batches
 from fastattn.convert.config import LowRankConfig
 from fastattn.convert.families import AttentionSite, read_weights
 from fastattn.convert.weights import AttentionWeights
@@ -31,9 +31,14 @@ class Source:
         self.walk: LayerWalk | None = None
 
     def start(self, to_check: list[AttentionSite]) -> None:
-        """Feed the text to the model; the walk then stands before the first layer."""
+        """Feed the text to the model; the walk then stands before the first layer.
+
+        Where statistics are given, other tokens show whether the attention is read right.
+        """
         if self.statistics is None:
             self.walk = LayerWalk(self.model, self.batches, to_check)
+        else:
+            LayerWalk(self.model, [_some_tokens(self.model)], to_check)
 
     def original_moment(self, site: AttentionSite, damping: float) -> Tensor:
         """Second moment of the original's input at ``site``; a walk goes on to the next layer."""
@@ -41,6 +46,12 @@ class Source:
             return self.statistics.moments[site.name].mean(damping)
         assert self.walk is not None  # started by the caller
         return self.walk.attention_moment(site.index, advance=True).mean(damping)
+
+
+def _some_tokens(model: nn.Module) -> Tensor:
+    weight = model.get_input_embeddings().weight  # type: ignore[operator]
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(weight.shape[0], (1, CHECKED_TOKENS), generator=generator).to(weight.device)
 
 
 def calibration_source(model: nn.Module, config: LowRankConfig, calibration: Any, sites: list[AttentionSite]) -> Source:

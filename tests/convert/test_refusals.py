@@ -203,6 +203,13 @@ def test_attention_that_computes_something_else_is_found_by_its_output():
     refuse(model, "model.layers.1.self_attn .* does not compute plain rotary attention")
 
 
+def test_attention_that_computes_something_else_is_found_with_given_statistics_too():
+    model = tiny_model("Cohere")  # its rotation pairs neighbors
+    statistics = calibrate(model, token_ids(3, 60), progress=False)
+    config = LowRankConfig(**OPTIONS, statistics="parallel")
+    refuse(model, "model.layers.0.self_attn .* does not compute plain rotary attention", config, statistics)
+
+
 def test_converting_twice():
     model = tiny_model("llama")
     to_low_rank_(model, LowRankConfig(**OPTIONS), token_ids(3, 60), progress=False)
