@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
@@ -22,12 +23,11 @@ class Source:
         self.batches = [] if isinstance(given, CalibrationStatistics) else given
         if isinstance(given, CalibrationStatistics):
             self.tokens, self.context = given.tokens, given.context
-            self.fingerprint = [float(moment.total.sum()) for moment in given.moments.values()]
+            self.fingerprint: list[Any] = [float(moment.total.sum()) for moment in given.moments.values()]
         else:
             self.tokens = sum(batch.numel() for batch in given)
             self.context = max(batch.shape[1] for batch in given)
-            self.fingerprint = [int((batch * torch.arange(1, batch.shape[1] + 1, device=batch.device)).sum())
-                                for batch in given]  # fmt: skip
+            self.fingerprint = [hashlib.sha256(batch.cpu().numpy().tobytes()).hexdigest() for batch in given]
         self.walk: LayerWalk | None = None
 
     def start(self, to_check: list[AttentionSite]) -> None:

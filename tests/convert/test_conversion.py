@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -268,6 +269,25 @@ def test_interrupted_conversion_goes_on_from_its_finished_layers(tmp_path, monke
         convert(tiny_model("llama", seed=1), SMALL, ids, resume_dir=tmp_path)
     with pytest.raises(ValueError, match="resume_dir"):
         convert(tiny_model("llama"), SMALL, token_ids(3, 60, seed=9), resume_dir=tmp_path)
+
+
+def test_finished_layers_of_other_settings_or_other_layers_are_not_taken_over(tmp_path):
+    ids = token_ids(3, 60)
+    convert(tiny_model("llama"), SMALL, ids, resume_dir=tmp_path / "rope")
+    other = tiny_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
+    with pytest.raises(ValueError, match="resume_dir"):
+        convert(other, SMALL, ids, resume_dir=tmp_path / "rope")
+    every, last = (replace(SMALL, layers=chosen) for chosen in (lambda name: True, lambda name: ".1." in name))
+    convert(tiny_model("llama"), every, ids, resume_dir=tmp_path / "layers")
+    with pytest.raises(ValueError, match="resume_dir"):
+        convert(tiny_model("llama"), last, ids, resume_dir=tmp_path / "layers")
+
+
+def test_resumed_layers_are_as_trainable_as_the_originals(tmp_path):
+    for _ in range(2):
+        model = tiny_model("llama").requires_grad_(False)
+        convert(model, SMALL, resume_dir=tmp_path)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_failure_after_the_swap_puts_the_old_attention_back(monkeypatch):
