@@ -181,6 +181,7 @@ class LowRankAttention(nn.Module):
         batch, tokens, _ = hidden_states.shape
         check.check_positions(position_ids, hidden_states)
         check.check_mask(attention_mask, hidden_states)
+        check.check_absorb(absorb)
         if cache is not None:
             check.check_cache(cache, hidden_states, self.kv_lora_rank, self.qk_rope_head_dim, causal, absorb)
         if position_ids is None:

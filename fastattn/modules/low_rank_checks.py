@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastattn.modules.kv_cache import CompressedKVCache
 from fastattn.ops import _checks as check
-
-if TYPE_CHECKING:
-    from fastattn.modules.kv_cache import CompressedKVCache
 
 
 def check_dims(
@@ -123,6 +121,8 @@ def check_cache(
     cache: CompressedKVCache, hidden_states: Tensor, rank: int, rope_dim: int, causal: bool, absorb: bool | None
 ) -> None:
     """A latent cache of this module's dims and the input's batch, used causally."""
+    if not isinstance(cache, CompressedKVCache):
+        raise TypeError(f"cache must be a CompressedKVCache or None, got {type(cache).__name__}")
     if not causal:
         raise ValueError("causal must be True with a cache: its tokens come before the new ones, got False")
     if cache.latent_rank != rank or cache.head_dim != rank + rope_dim or cache.num_kv_heads != 1:
@@ -140,6 +140,12 @@ def check_cache(
             f"absorb must be None or True with {cache.policy!r}, which rotates cached keys again for every call, "
             "got False"
         )
+
+
+def check_absorb(absorb: bool | None) -> None:
+    """True, False or None: nothing else decides between the paths."""
+    if absorb is not None and not isinstance(absorb, bool):
+        raise TypeError(f"absorb must be a bool or None, got {type(absorb).__name__}")
 
 
 def check_no_grad(*tensors: Tensor) -> None:

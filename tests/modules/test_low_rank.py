@@ -377,3 +377,7 @@ def test_calls_that_do_not_fit_are_refused() -> None:
         module(hidden, attention_mask=holes)
     with pytest.raises(ValueError, match="at least one token"):
         module(hidden[:, :0])
+    with pytest.raises(TypeError, match="cache must be a CompressedKVCache or None, got str"):
+        module(hidden, cache="knorm")
+    with pytest.raises(TypeError, match="absorb must be a bool or None, got str"):
+        module(hidden, absorb="yes")
