@@ -86,8 +86,9 @@ def to_low_rank_(
     """
     if not isinstance(config, LowRankConfig):
         raise TypeError(f"config must be a LowRankConfig, got {type(config).__name__}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
     started = time.perf_counter()
-    reset_peak_memory(model)
     if hasattr(decoder_of(model).config, CONFIG_ENTRY):
         raise ValueError("model must not be converted already, got one whose configuration says it is")
     sites = attention_sites(model)
@@ -98,6 +99,7 @@ def to_low_rank_(
         check_site(model, site)
     if evaluation is not None:
         token_batches("evaluation", evaluation, model)
+    reset_peak_memory(model)
     source = calibration_source(model, config, calibration, chosen)
     resume = None
     if resume_dir is not None:

@@ -102,7 +102,7 @@ def _check_behavior(config: Any, site: AttentionSite, where: str) -> None:
         attention.sliding_window if hasattr(attention, "sliding_window") else getattr(config, "sliding_window", None)
     )
     longest = getattr(config, "max_position_embeddings", None)
-    if window is not None and (longest is None or window < longest):
+    if window and (longest is None or window < longest):
         raise ValueError(
             f"{where} has a sliding window of {window}, which LowRankAttention lacks; "
             "set config.sliding_window = None before loading to convert it as full attention"

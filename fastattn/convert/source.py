@@ -78,8 +78,8 @@ def largest_rank(weights: AttentionWeights, config: LowRankConfig) -> int:
     rope = weights.max_rope_dim if config.qk_rope_head_dim is None else config.qk_rope_head_dim
     limits = {
         "qk_rope_head_dim": (rope, weights.max_rope_dim),
-        "kv_lora_rank": (config.kv_lora_rank, weights.cached_values - rope),
-        "q_lora_rank": (config.q_lora_rank, weights.query.shape[0]),
+        "kv_lora_rank": (config.kv_lora_rank, min(weights.cached_values - rope, 2 * weights.hidden_size)),
+        "q_lora_rank": (config.q_lora_rank, min(weights.query.shape[0], 2 * weights.hidden_size)),
     }
     for name, (value, most) in limits.items():
         if value is not None and value > most:
