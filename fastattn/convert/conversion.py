@@ -46,6 +46,7 @@ class _Plan:
     moment: Tensor
 
 
+@torch.inference_mode(False)  # what is made under the caller's inference mode could not be trained
 def to_low_rank_(
     model: nn.Module,
     config: LowRankConfig,

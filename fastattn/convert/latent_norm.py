@@ -32,6 +32,7 @@ class _Fit:
         return self.product / self.square.clamp_min(torch.finfo(torch.float64).tiny)
 
 
+@torch.inference_mode(False)
 def add_latent_norm_(model: nn.Module, calibration: Tensor | Sequence[Tensor]) -> None:
     """Put an RMSNorm on the latents of every converted layer, in place, near the identity on a text.
 

@@ -43,6 +43,7 @@ def save_low_rank(model: nn.Module, path: str | Path) -> None:
         save_file(untied(model.state_dict()), draft / WEIGHTS, metadata={"format": "pt"})
 
 
+@torch.inference_mode(False)
 def load_low_rank(path: str | Path, *, device: torch.device | str | None = None) -> Any:
     """The model that :func:`save_low_rank` wrote, in evaluation mode and the dtype it was saved in.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastattn import LowRankConfig, to_low_rank_
-from fastattn.convert import add_latent_norm_, export_deepseek_v3, load_low_rank, save_low_rank
+from fastattn.convert import add_latent_norm_, calibrate, export_deepseek_v3, load_low_rank, save_low_rank
 from fastattn.convert.attention import ConvertedAttention
 from fastattn.convert.families import fresh_rotary
 
@@ -124,6 +124,22 @@ def test_files_beside_the_model_stay_and_an_older_models_weights_go(tmp_path):
     with pytest.raises(ValueError, match="must be a folder or new, got the file"):
         save_low_rank(model, folder / "tokenizer.json")
     assert (folder / "tokenizer.json").read_text() == "{}"
+
+
+def test_what_is_made_under_inference_mode_can_be_trained(tmp_path):
+    ids = token_ids(3, 60)
+    with torch.inference_mode():
+        statistics = calibrate(tiny_model("llama"), ids, progress=False)
+    model = tiny_model("llama")
+    with torch.inference_mode():
+        config = LowRankConfig(kv_lora_rank=12, qk_rope_head_dim=8, statistics="parallel")
+        to_low_rank_(model, config, statistics, ids, progress=False)
+        add_latent_norm_(model, ids)
+        save_low_rank(model, tmp_path)
+        loaded = load_low_rank(tmp_path)
+    for each in (model, loaded):
+        each(ids, labels=ids).loss.backward()
+        assert all(parameter.grad is not None for parameter in each.parameters())
 
 
 def test_from_pretrained_refuses_the_folder_instead_of_filling_in_random_weights(tmp_path):
