@@ -134,6 +134,7 @@ class LowRankAttention(nn.Module):
             inv_freq, interleave=rope_interleave, attention_factor=attention_factor, device=device
         )
         # The rotary's own tensor under a second name: a buffer, and saved, only where it can't be computed again.
+        # Otherwise no buffer, so that no loader takes it for one that must be loaded.
         if given:
             self.register_buffer("inv_freq", self.rotary.inv_freq)
         else:
@@ -199,19 +200,12 @@ class LowRankAttention(nn.Module):
             out = (paths.absorbed_over_cache if absorb else paths.expanded_over_cache)(self, new, cache, layer)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
-    def _take_over_table(self) -> None:
-        """Rotate with the table that is there: a loader may have put another tensor under its name."""
-        table = self._buffers.get("inv_freq")
-        if table is not None and table is not self.rotary.inv_freq:
-            self.rotary.inv_freq = self.inv_freq = table.float()
-
     def _project(self, hidden_states: Tensor, position_ids: Tensor, mask: Tensor | None) -> paths.Projected:
         queries = self._queries(hidden_states, position_ids)
         return paths.Projected(*queries, *self._latents(hidden_states, position_ids), position_ids, mask)
 
     def _queries(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """``[B, H, T, dn]`` and, rotated, ``[B, H, T, dr]``."""
-        self._take_over_table()
         if self.q_lora_rank is None:
             query = self.q_proj(hidden_states)
         else:
@@ -219,7 +213,7 @@ class LowRankAttention(nn.Module):
             query = self.q_b_proj(latent if self.q_a_layernorm is None else self.q_a_layernorm(latent))
         query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, T, dn + dr]
         nope, rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-        return nope, self.rotary.rotate(rope, position_ids)
+        return nope, self.rotary.rotate_at(self.inv_freq, rope, position_ids)
 
     def _latents(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """The normed latent ``[B, T, R]`` and the rotated key ``[B, T, dr]`` that all heads share."""
@@ -227,7 +221,7 @@ class LowRankAttention(nn.Module):
         latent, rope_key = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         if self.kv_a_layernorm is not None:
             latent = self.kv_a_layernorm(latent)
-        return latent, self.rotary.rotate(rope_key[:, None], position_ids)[:, 0]
+        return latent, self.rotary.rotate_at(self.inv_freq, rope_key[:, None], position_ids)[:, 0]
 
     @staticmethod
     def _default_positions(
@@ -275,14 +269,13 @@ class LowRankAttention(nn.Module):
             max_step=max_step,
             rotary=self.latent_rotary(),
             dtype=dtype or check.float_dtype(self.kv_a_proj_with_mqa) or torch.get_default_dtype(),
-            device=device or check.device_of(self.kv_a_proj_with_mqa) or self.rotary.inv_freq.device,
+            device=device or check.device_of(self.kv_a_proj_with_mqa) or self.inv_freq.device,
         )
 
     def latent_rotary(self) -> Rotary:
         """The rotation of a latent cache's rows ``[latent | rope key]``."""
-        self._take_over_table()
         return Rotary(
-            self.rotary.inv_freq,
+            self.inv_freq,
             interleave=self.rotary.interleave,
             attention_factor=self.rotary.attention_factor,
             start=self.kv_lora_rank,
@@ -294,6 +287,7 @@ class LowRankAttention(nn.Module):
         return paths.absorb(self, new)[0], new.latent_key
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.rotary.inv_freq = self.inv_freq.float()
         super()._apply(fn, recurse)
         self.inv_freq = self.rotary.inv_freq  # float32 and defined, which fn need not have left it
         return self

@@ -132,8 +132,10 @@ class LatentRotary(Rotary):
     """The rotation of a :class:`~fastattn.LowRankAttention`, which construction on the meta device does not lose.
 
     There the frequencies stay on the CPU: they are few, and nothing would bring them back where a checkpoint without
-    them is assigned. They are kept as Python numbers too, for the way from the meta device to a real one. No state_dict
-    has them, yet they do not count as non-persistent: loaders (transformers') empty every buffer that does.
+    them is assigned. They are kept as Python numbers too, for the way from the meta device to a real one.
+
+    The attention rotates with its own table, which is the same tensor unless a loader has put another in its place, or
+    emptied this one (transformers empties every non-persistent buffer).
     """
 
     def __init__(
@@ -145,23 +147,22 @@ class LatentRotary(Rotary):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(inv_freq, interleave=interleave, attention_factor=attention_factor)
-        self._non_persistent_buffers_set.discard("inv_freq")
         self._initial: tuple[float, ...] | None = None if inv_freq.is_meta else tuple(inv_freq.float().tolist())
         place = torch.get_default_device() if device is None else torch.device(device)
         if place.type != "meta":
             self.inv_freq = self.inv_freq.to(place)
+
+    def rotate_at(self, inv_freq: Tensor, x: Tensor, positions: Tensor) -> Tensor:
+        """``x [B, H, T, dr]`` rotated to ``positions [B, T]`` by the frequencies ``inv_freq [dr / 2]``."""
+        wide = x.dtype if x.dtype == torch.float64 else torch.float32
+        angle = positions[:, None, :, None].to(wide) * inv_freq.to(x.device, wide)
+        return self._turn(x, angle.cos() * self.attention_factor, angle.sin() * self.attention_factor)
 
     def reset_parameters(self) -> None:
         """Puts the frequencies of the construction back."""
         if self._initial is not None:
             with torch.inference_mode(False):
                 self.inv_freq = torch.tensor(self._initial, dtype=torch.float32, device=self.inv_freq.device)
-
-    def _save_to_state_dict(self, *args: Any) -> None:
-        """Nothing: what must be saved is a buffer of the attention."""
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        """Nothing, likewise."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if not self.inv_freq.is_meta:

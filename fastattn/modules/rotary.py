@@ -94,7 +94,7 @@ class Rotary(nn.Module):
         wide = x.dtype if x.dtype == torch.float64 else torch.float32
         if positions.dim() == 2:
             positions = positions[:, None]
-        return positions[..., None].to(wide) * self.inv_freq.to(x.device, wide)  # loaders may leave buffers behind
+        return positions[..., None].to(wide) * self.inv_freq.to(wide)
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if x.shape[-1] < self.end:
