@@ -40,7 +40,8 @@ def add_latent_norm_(model: nn.Module, calibration: Tensor | Sequence[Tensor]) -
     The norms' weights are the least-squares fit of the latents by their normed selves on ``calibration``.
 
     Raises:
-        ValueError: the model has no converted attention, or has norms already.
+        ValueError: the model has no converted attention, or has norms already, or its latents on ``calibration`` are
+            not finite. The model is unchanged then.
     """
     layers = [module for module in model.modules() if isinstance(module, ConvertedAttention)]
     if not layers or any(layer.kv_a_layernorm is not None for layer in layers):
@@ -67,7 +68,10 @@ def add_latent_norm_(model: nn.Module, calibration: Tensor | Sequence[Tensor]) -
     finally:
         for hook in hooks:
             hook.remove()
-    for layer, name, fit in fits:
+    for _, name, fit in fits:
         with torch.no_grad():
             fit.norm.weight.copy_(fit.weight())
+        if not bool(torch.isfinite(fit.norm.weight).all()):
+            raise ValueError(f"calibration must give finite latents, got NaN or infinity before {name}")
+    for layer, name, fit in fits:
         setattr(layer, name, fit.norm.train(layer.training))

@@ -244,6 +244,15 @@ def test_added_norms_start_near_the_converted_model_and_export(tmp_path):
         add_latent_norm_(model, ids)
 
 
+def test_norms_are_not_fitted_to_latents_that_are_not_finite():
+    model = converted("llama")
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight[3] = float("nan")
+    with pytest.raises(ValueError, match="finite latents"):
+        add_latent_norm_(model, token_ids(3, 60))
+    assert all(layer.self_attn.kv_a_layernorm is None for layer in model.model.layers)
+
+
 def test_loaded_model_generates_over_a_compressed_cache_within_budget_and_beyond(tmp_path):
     from fastattn.integrations.transformers import compressed_cache
 
