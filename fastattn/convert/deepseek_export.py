@@ -105,7 +105,8 @@ def _check_outputs(model: nn.Module, config: Any, state: dict[str, Tensor]) -> N
     theirs.model.rotary_emb = fresh_rotary(theirs.model)
     (device,) = devices
     theirs.to(device).eval()
-    draw = torch.randint(config.vocab_size, (1, CHECKED_TOKENS), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator("cpu").manual_seed(0)
+    draw = torch.randint(config.vocab_size, (1, CHECKED_TOKENS), generator=generator, device="cpu")
     with evaluating(model):
         expected, got = (each(input_ids=draw.to(device), use_cache=False).logits.double() for each in (model, theirs))
     difference = float((got - expected).norm() / expected.norm().clamp_min(1e-30))
@@ -163,7 +164,7 @@ def _rope_theta(sites: list[tuple[int, Any]], config: Any) -> float:
     dim = first.qk_rope_head_dim
     base = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", first.rope_theta)
     for theta in {float(base), first.rope_theta}:
-        even = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+        even = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
         if all(torch.allclose(module.inv_freq.cpu(), even, rtol=1e-5, atol=0) for _, module in sites):
             return theta
     raise ValueError(

@@ -50,8 +50,8 @@ class Source:
 
 def _some_tokens(model: nn.Module) -> Tensor:
     weight = model.get_input_embeddings().weight  # type: ignore[operator]
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(weight.shape[0], (1, CHECKED_TOKENS), generator=generator).to(weight.device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randint(weight.shape[0], (1, CHECKED_TOKENS), generator=generator, device="cpu").to(weight.device)
 
 
 def calibration_source(model: nn.Module, config: LowRankConfig, calibration: Any, sites: list[AttentionSite]) -> Source:

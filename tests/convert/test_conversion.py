@@ -290,6 +290,18 @@ def test_resumed_layers_are_as_trainable_as_the_originals(tmp_path):
         assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("statistics", ["sequential", "parallel"])
+def test_the_default_device_does_not_matter(statistics):
+    ids = token_ids(3, 60)
+    config = LowRankConfig(kv_lora_rank=None, qk_rope_head_dim=8, kv_rank_budget=24, statistics=statistics)
+    expected, model = tiny_model("llama"), tiny_model("llama")
+    given = calibrate(expected, ids, progress=False) if statistics == "parallel" else ids
+    convert(expected, config, given)
+    with torch.device("meta"):  # helper tensors that were made there would have no values
+        convert(model, config, given)
+    assert torch.equal(logits(model, ids), logits(expected, ids))
+
+
 def test_failure_after_the_swap_puts_the_old_attention_back(monkeypatch):
     from fastattn.convert import conversion
 
