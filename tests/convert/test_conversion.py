@@ -290,6 +290,15 @@ def test_resumed_layers_are_as_trainable_as_the_originals(tmp_path):
         assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_calibration_under_autocast_converts():
+    model, ids = tiny_model("llama"), token_ids(3, 60)
+    expected = logits(model, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        convert(model, FULL, ids)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert relative(logits(model, ids), expected) < 1e-4
+
+
 @pytest.mark.parametrize("statistics", ["sequential", "parallel"])
 def test_the_default_device_does_not_matter(statistics):
     ids = token_ids(3, 60)
