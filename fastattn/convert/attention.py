@@ -69,16 +69,15 @@ class TransformersAttention(LowRankAttention):
                 f"got {type(cache).__name__}"
             )
         batch, tokens, _ = hidden_states.shape
+        real = padding_mask(attention_mask, batch, tokens, _stored(cache, self.layer_idx) + tokens)
         if position_ids is None:
             seen = int(cache.get_seq_length(self.layer_idx))
             position_ids = torch.arange(seen, seen + tokens, device=hidden_states.device).expand(batch, tokens)
         queries = self._queries(hidden_states, position_ids)
         latent, rope_key = (new[:, None] for new in self._latents(hidden_states, position_ids))
         latent, rope_key = cache.update(latent, rope_key, self.layer_idx)
-        keys = latent.shape[2]
-        real = padding_mask(attention_mask, batch, tokens, keys)
         both = paths.Projected(*queries, latent[:, 0], rope_key[:, 0], position_ids, real)
-        first_call = tokens == keys
+        first_call = tokens == latent.shape[2]
         few = absorbs(tokens, self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim)
         out = (paths.absorbed if few and not first_call else paths.expanded)(self, both, True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
@@ -117,6 +116,13 @@ def _refuse(kwargs: dict[str, Any]) -> None:
             raise ValueError(f"low-rank attention does not support the argument {name} of an attention call")
 
 
+def _stored(cache: Any, index: int) -> Any:
+    """Tokens that a growing cache's layer will put before the next ones."""
+    seen = cache.get_seq_length(index)
+    window = getattr(cache.layers[index], "sliding_window", None) if index < len(cache.layers) else None
+    return seen if window is None else min(seen, window - 1)
+
+
 def padding_mask(mask: Tensor | None, batch: int, tokens: int, keys: int) -> Tensor | None:
     """Which keys are real, bool ``[B, keys]``, from what transformers passes as a mask; ``None`` if all are.
 
@@ -129,7 +135,7 @@ def padding_mask(mask: Tensor | None, batch: int, tokens: int, keys: int) -> Ten
     if mask is None:
         return None
     if mask.dim() == 2 and mask.shape == (batch, keys):
-        return mask.bool()
+        return _contiguous(mask.bool())
     if mask.dim() != 4 or mask.shape[2] != tokens or mask.shape[3] != keys:
         raise ValueError(
             f"attention_mask must be [batch, keys] or [batch, 1, tokens, keys] with {tokens} tokens and {keys} keys, "
@@ -143,4 +149,16 @@ def padding_mask(mask: Tensor | None, batch: int, tokens: int, keys: int) -> Ten
         uniform = visible.all(-1) | ~visible.any(-1)
         if not bool((as_causal | (uniform & ~real[:, -tokens:])).all()):
             raise ValueError("attention_mask must be causal with padding at either end: no other mask is supported")
+    return _contiguous(real)
+
+
+def _contiguous(real: Tensor) -> Tensor:
+    """``real``, unless a row's real tokens have padding between them, as turns padded one by one have."""
+    if checks_values(real):
+        runs = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0]
+        if bool((runs > 1).any()):
+            row = int((runs > 1).nonzero()[0])
+            raise ValueError(
+                f"attention_mask must be causal with padding at either end, got padding between the tokens of row {row}"
+            )
     return real

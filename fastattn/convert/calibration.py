@@ -172,6 +172,7 @@ class LayerWalk:
         return output[0] if isinstance(output, tuple) else output
 
 
+@torch.inference_mode(False)
 def calibrate(
     model: nn.Module, token_ids: Tensor | Sequence[Tensor], *, progress: bool = True
 ) -> CalibrationStatistics:

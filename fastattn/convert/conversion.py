@@ -46,6 +46,7 @@ class _Plan:
     moment: Tensor
 
 
+@torch.inference_mode(False)  # what is made under the caller's inference mode could not be trained
 def to_low_rank_(
     model: nn.Module,
     config: LowRankConfig,
@@ -86,8 +87,9 @@ def to_low_rank_(
     """
     if not isinstance(config, LowRankConfig):
         raise TypeError(f"config must be a LowRankConfig, got {type(config).__name__}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
     started = time.perf_counter()
-    reset_peak_memory(model)
     if hasattr(decoder_of(model).config, CONFIG_ENTRY):
         raise ValueError("model must not be converted already, got one whose configuration says it is")
     sites = attention_sites(model)
@@ -98,8 +100,12 @@ def to_low_rank_(
         check_site(model, site)
     if evaluation is not None:
         token_batches("evaluation", evaluation, model)
+    reset_peak_memory(model)
     source = calibration_source(model, config, calibration, chosen)
-    resume = None if resume_dir is None else ResumeState(Path(resume_dir), model, config, source.fingerprint)
+    resume = None
+    if resume_dir is not None:
+        names = [site.name for site in chosen]
+        resume = ResumeState(Path(resume_dir), model, config, names, source.fingerprint)
     loss_before = None if evaluation is None else held_out_loss(model, evaluation)
 
     with evaluating(model):
@@ -232,13 +238,14 @@ def _in_place(site: AttentionSite, attention: nn.Module) -> Iterator[None]:
 def make_attention(arguments: dict[str, Any], like: nn.Module, index: int, inv_freq: Tensor) -> ConvertedAttention:
     """A converted layer with empty weights, where and as ``like`` has its own."""
     output: Any = like.o_proj
-    return ConvertedAttention(
+    attention = ConvertedAttention(
         **arguments,
         inv_freq=inv_freq.to(output.weight.device),
         layer_idx=index,
         device=output.weight.device,
         dtype=output.weight.dtype,
     )
+    return attention.requires_grad_(output.weight.requires_grad)
 
 
 def attention_from(factors: LayerFactors, weights: AttentionWeights, site: AttentionSite) -> ConvertedAttention:
@@ -249,7 +256,6 @@ def attention_from(factors: LayerFactors, weights: AttentionWeights, site: Atten
     state = {name: value.to(like.weight.dtype).to(like.weight.device) for name, value in factors.state.items()}
     attention.load_state_dict(state | {"inv_freq": factors.inv_freq})
     for parameter in attention.parameters():
-        parameter.requires_grad_(like.weight.requires_grad)
         if not bool(torch.isfinite(parameter).all()):
             raise ValueError(f"{site.name} gives weights beyond the range of {like.weight.dtype}")
     return attention

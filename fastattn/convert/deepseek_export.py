@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastattn.convert.families import decoder_of
+from fastattn.convert.calibration import CHECKED_TOKENS, evaluating
+from fastattn.convert.families import decoder_of, fresh_rotary
 from fastattn.convert.storage import replaced_folder, untied
 from fastattn.modules.low_rank import LowRankAttention
 
@@ -26,8 +27,11 @@ def export_deepseek_v3(model: nn.Module, path: str | Path) -> None:
         model: Llama, Mistral, Qwen2, Phi-3 or alike, all of whose attention is :class:`~fastattn.LowRankAttention`.
         path: the folder; renamed into place when complete.
 
+    Before anything is written, DeepSeek-V3 is made of the same tensors and compared with the model on a few tokens.
+
     Raises:
-        ValueError: what the layout can't express, and where.
+        ValueError: what the layout can't express, and where; other outputs, as scaled embeddings or other norms than
+            Llama's give; a model on several devices.
     """
     import transformers
     from safetensors.torch import save_file
@@ -55,9 +59,9 @@ def export_deepseek_v3(model: nn.Module, path: str | Path) -> None:
         attention_bias=first.o_proj.bias is not None,
         first_k_dense_replace=source.num_hidden_layers,
         num_mtp_layers=0,
-        hidden_act=source.hidden_act,
-        max_position_embeddings=source.max_position_embeddings,
-        rms_norm_eps=source.rms_norm_eps,
+        hidden_act=_setting(source, "hidden_act"),
+        max_position_embeddings=_setting(source, "max_position_embeddings"),
+        rms_norm_eps=_setting(source, "rms_norm_eps"),
         tie_word_embeddings=source.tie_word_embeddings,
         bos_token_id=source.bos_token_id,
         eos_token_id=source.eos_token_id,
@@ -65,12 +69,53 @@ def export_deepseek_v3(model: nn.Module, path: str | Path) -> None:
     )
     config.architectures = ["DeepseekV3ForCausalLM"]
     config.dtype = first.o_proj.weight.dtype
+    _check_outputs(model, config, state)
     with replaced_folder(Path(path)) as draft:
         config.save_pretrained(draft)
         generation = getattr(model, "generation_config", None)
         if generation is not None:
             generation.save_pretrained(draft)
         save_file(untied(state), draft / "model.safetensors", metadata={"format": "pt"})
+
+
+def _setting(config: Any, name: str) -> Any:
+    """A setting that the layers of Llama and of DeepSeek-V3 have."""
+    if not hasattr(config, name):
+        raise ValueError(f"model must have layers like Llama's, got a {type(config).__name__} without {name}")
+    return getattr(config, name)
+
+
+def _check_outputs(model: nn.Module, config: Any, state: dict[str, Tensor]) -> None:
+    """DeepSeek-V3 of ``config``, made of the tensors themselves, gives the model's logits.
+
+    Catches what no attribute shows: scaled embeddings, residuals or logits, other norms, other rotary tables.
+    """
+    import transformers
+
+    devices = {value.device for value in state.values()}
+    if len(devices) > 1:
+        raise ValueError(f"model must be on one device to export, got {sorted(map(str, devices))}")
+    with torch.device("meta"):
+        theirs: Any = transformers.DeepseekV3ForCausalLM(config)
+    _, unknown = theirs.load_state_dict(state, strict=False, assign=True)
+    theirs.tie_weights()
+    missing = [name for name, value in theirs.named_parameters() if value.is_meta]
+    if missing or unknown:
+        raise ValueError(f"DeepSeek-V3's layers need {missing or 'no more'} and have no {unknown or 'less'}")
+    theirs.model.rotary_emb = fresh_rotary(theirs.model)
+    (device,) = devices
+    theirs.to(device).eval()
+    generator = torch.Generator("cpu").manual_seed(0)
+    draw = torch.randint(config.vocab_size, (1, CHECKED_TOKENS), generator=generator, device="cpu")
+    with evaluating(model):
+        expected, got = (each(input_ids=draw.to(device), use_cache=False).logits.double() for each in (model, theirs))
+    difference = float((got - expected).norm() / expected.norm().clamp_min(1e-30))
+    allowed = 1e-3 if config.dtype in (torch.float32, torch.float64) else 5e-2
+    if not difference <= allowed:
+        raise ValueError(
+            f"{type(model).__name__} does more than DeepSeek-V3's layers can: the same weights give logits that differ "
+            f"by {difference:.2g} of their norm"
+        )
 
 
 def _check_attention(sites: list[tuple[int, Any]], config: Any) -> float:
@@ -119,7 +164,7 @@ def _rope_theta(sites: list[tuple[int, Any]], config: Any) -> float:
     dim = first.qk_rope_head_dim
     base = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", first.rope_theta)
     for theta in {float(base), first.rope_theta}:
-        even = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+        even = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
         if all(torch.allclose(module.inv_freq.cpu(), even, rtol=1e-5, atol=0) for _, module in sites):
             return theta
     raise ValueError(

@@ -206,6 +206,6 @@ def allocate_ranks(spectra: list[Tensor], budget: int) -> list[int]:
         raise ValueError(f"kv_rank_budget must be between {len(spectra)} (one per layer) and {available}, got {budget}")
     shares = [spectrum / spectrum.sum().clamp_min(torch.finfo(torch.float64).tiny) for spectrum in spectra]
     gains = torch.cat([share[1:].cpu() for share in shares])
-    layers = torch.cat([torch.full((share.numel() - 1,), index) for index, share in enumerate(shares)])
+    layers = torch.cat([torch.full((share.numel() - 1,), index, device="cpu") for index, share in enumerate(shares)])
     taken = layers[gains.sort(descending=True, stable=True).indices[: budget - len(spectra)]]
     return (torch.bincount(taken, minlength=len(spectra)) + 1).tolist()

@@ -32,6 +32,7 @@ class _Fit:
         return self.product / self.square.clamp_min(torch.finfo(torch.float64).tiny)
 
 
+@torch.inference_mode(False)
 def add_latent_norm_(model: nn.Module, calibration: Tensor | Sequence[Tensor]) -> None:
     """Put an RMSNorm on the latents of every converted layer, in place, near the identity on a text.
 
@@ -44,7 +45,8 @@ def add_latent_norm_(model: nn.Module, calibration: Tensor | Sequence[Tensor]) -
 
     Raises:
         TypeError: token ids that do not fit.
-        ValueError: the model has no converted attention, or has norms already.
+        ValueError: the model has no converted attention, or has norms already, or its latents on ``calibration`` are
+            not finite. The model is unchanged then.
     """
     layers = [module for module in model.modules() if isinstance(module, ConvertedAttention)]
     if not layers or any(layer.kv_a_layernorm is not None for layer in layers):
@@ -71,7 +73,10 @@ def add_latent_norm_(model: nn.Module, calibration: Tensor | Sequence[Tensor]) -
     finally:
         for hook in hooks:
             hook.remove()
-    for layer, name, fit in fits:
+    for _, name, fit in fits:
         with torch.no_grad():
             fit.norm.weight.copy_(fit.weight())
+        if not bool(torch.isfinite(fit.norm.weight).all()):
+            raise ValueError(f"calibration must give finite latents, got NaN or infinity before {name}")
+    for layer, name, fit in fits:
         setattr(layer, name, fit.norm.train(layer.training))

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from fastattn.convert.config import LowRankConfig
+from fastattn.convert.families import decoder_of
 from fastattn.convert.report import LayerReport
 
 SAMPLES = 64
+OF_NO_CONSEQUENCE = {"transformers_version", "architectures", "dtype", "use_cache"}
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,11 @@ class ResumeState:
         ValueError: the folder belongs to another model, configuration or calibration.
     """
 
-    def __init__(self, folder: Path, model: nn.Module, config: LowRankConfig, calibration: list[Any]) -> None:
+    def __init__(
+        self, folder: Path, model: nn.Module, config: LowRankConfig, layers: list[str], calibration: list[Any]
+    ) -> None:
         self.folder = folder
-        described = json.dumps([config.as_dict(), calibration, _model_digest(model)])
+        described = json.dumps([config.as_dict(), layers, calibration, _settings(model), _model_digest(model)])
         fingerprint = hashlib.sha256(described.encode()).hexdigest()
         marker = folder / "conversion.json"
         if marker.exists():
@@ -83,6 +87,14 @@ def _write(path: Path, content: bytes) -> None:
     draft = path.with_suffix(path.suffix + ".partial")
     draft.write_bytes(content)
     os.replace(draft, path)
+
+
+def _settings(model: nn.Module) -> list[Any]:
+    """What the model computes besides its weights: a layer's inputs depend on rotation, scales and activations."""
+    config: Any = decoder_of(model).config
+    settings = config.to_dict()
+    kept = [key for key in sorted(settings) if not key.startswith("_") and key not in OF_NO_CONSEQUENCE]
+    return [type(model).__name__, *((key, repr(settings[key])) for key in kept)]
 
 
 def _model_digest(model: nn.Module) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastattn.convert.calibration import CalibrationStatistics, LayerWalk, token_batches
+from fastattn.convert.calibration import CHECKED_TOKENS, CalibrationStatistics, LayerWalk, token_batches
 from fastattn.convert.config import LowRankConfig
 from fastattn.convert.families import AttentionSite, read_weights
 from fastattn.convert.weights import AttentionWeights
@@ -22,18 +23,22 @@ class Source:
         self.batches = [] if isinstance(given, CalibrationStatistics) else given
         if isinstance(given, CalibrationStatistics):
             self.tokens, self.context = given.tokens, given.context
-            self.fingerprint = [float(moment.total.sum()) for moment in given.moments.values()]
+            self.fingerprint: list[Any] = [float(moment.total.sum()) for moment in given.moments.values()]
         else:
             self.tokens = sum(batch.numel() for batch in given)
             self.context = max(batch.shape[1] for batch in given)
-            self.fingerprint = [int((batch * torch.arange(1, batch.shape[1] + 1, device=batch.device)).sum())
-                                for batch in given]  # fmt: skip
+            self.fingerprint = [hashlib.sha256(batch.cpu().numpy().tobytes()).hexdigest() for batch in given]
         self.walk: LayerWalk | None = None
 
     def start(self, to_check: list[AttentionSite]) -> None:
-        """Feed the text to the model; the walk then stands before the first layer."""
+        """Feed the text to the model; the walk then stands before the first layer.
+
+        Where statistics are given, other tokens show whether the attention is read right.
+        """
         if self.statistics is None:
             self.walk = LayerWalk(self.model, self.batches, to_check)
+        else:
+            LayerWalk(self.model, [_some_tokens(self.model)], to_check)
 
     def original_moment(self, site: AttentionSite, damping: float) -> Tensor:
         """Second moment of the original's input at ``site``; a walk goes on to the next layer."""
@@ -41,6 +46,12 @@ class Source:
             return self.statistics.moments[site.name].mean(damping)
         assert self.walk is not None  # started by the caller
         return self.walk.attention_moment(site.index, advance=True).mean(damping)
+
+
+def _some_tokens(model: nn.Module) -> Tensor:
+    weight = model.get_input_embeddings().weight  # type: ignore[operator]
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randint(weight.shape[0], (1, CHECKED_TOKENS), generator=generator, device="cpu").to(weight.device)
 
 
 def calibration_source(model: nn.Module, config: LowRankConfig, calibration: Any, sites: list[AttentionSite]) -> Source:
@@ -67,8 +78,8 @@ def largest_rank(weights: AttentionWeights, config: LowRankConfig) -> int:
     rope = weights.max_rope_dim if config.qk_rope_head_dim is None else config.qk_rope_head_dim
     limits = {
         "qk_rope_head_dim": (rope, weights.max_rope_dim),
-        "kv_lora_rank": (config.kv_lora_rank, weights.cached_values - rope),
-        "q_lora_rank": (config.q_lora_rank, weights.query.shape[0]),
+        "kv_lora_rank": (config.kv_lora_rank, min(weights.cached_values - rope, 2 * weights.hidden_size)),
+        "q_lora_rank": (config.q_lora_rank, min(weights.query.shape[0], 2 * weights.hidden_size)),
     }
     for name, (value, most) in limits.items():
         if value is not None and value > most:

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,15 @@ def save_low_rank(model: nn.Module, path: str | Path) -> None:
 
     The weights are called ``low_rank.safetensors``, so that ``from_pretrained`` refuses the folder instead of filling
     the projections it misses with random numbers. The folder is written beside ``path`` and renamed: what is there is
-    the old model or the new one, never a mixture.
+    the old model or the new one, never a mixture. Other files in it, such as a tokenizer's, stay.
 
     Args:
         model: converted by :func:`fastattn.to_low_rank_`.
         path: the folder.
 
     Raises:
-        ValueError: the model is not a converted one.
+        ValueError: the model is not a converted one of transformers' classes, its weights are not there (the meta
+            device), or ``path`` is a file. Nothing is written then.
     """
     from safetensors.torch import save_file
 
@@ -45,6 +47,7 @@ def save_low_rank(model: nn.Module, path: str | Path) -> None:
         save_file(untied(model.state_dict()), draft / WEIGHTS, metadata={"format": "pt"})
 
 
+@torch.inference_mode(False)
 def load_low_rank(path: str | Path, *, device: torch.device | str | None = None) -> Any:
     """The model that :func:`save_low_rank` wrote, in evaluation mode and the dtype it was saved in.
 
@@ -112,9 +115,19 @@ def untied(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return kept
 
 
+# What belongs to a model in a folder: it goes with the model that is replaced. Anything else there is kept.
+_OF_A_MODEL = ("config.json", "generation_config.json", WEIGHTS, "model*.safetensors*", "pytorch_model*.bin*")
+
+
 @contextmanager
 def replaced_folder(path: Path) -> Iterator[Path]:
-    """A folder to write to, which takes the place of ``path`` when the context ends well and vanishes otherwise."""
+    """A folder to write to, which takes the place of ``path`` when the context ends well and vanishes otherwise.
+
+    Files of another kind than a model's are taken over from what was there.
+    """
+    path = path.resolve()  # a link stays, and what it points to is replaced
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"path must be a folder or new, got the file {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     old = draft.with_name(draft.name + "-old")
@@ -122,6 +135,7 @@ def replaced_folder(path: Path) -> Iterator[Path]:
         yield draft
         draft.chmod(0o755)
         if path.exists():
+            _take_over(path, draft)
             os.replace(path, old)
         try:
             os.replace(draft, path)
@@ -134,14 +148,37 @@ def replaced_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def _take_over(old: Path, new: Path) -> None:
+    """Copy what is in the folder ``old`` and belongs to no model, unless ``new`` has it."""
+    for entry in old.iterdir():
+        target = new / entry.name
+        if target.exists() or any(fnmatch(entry.name, pattern) for pattern in _OF_A_MODEL):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, target, symlinks=True)
+        else:
+            shutil.copy2(entry, target, follow_symlinks=False)
+
+
 def _converted_config(model: nn.Module) -> Any:
     """The model's configuration, its entry brought up to what the attention modules are now."""
     config: Any = getattr(model, "config", None)
     layers = {
         name: module.arguments() for name, module in model.named_modules() if isinstance(module, ConvertedAttention)
     }
+    kind = type(model).__name__
     if config is None or not layers:
-        raise ValueError(f"model must be converted by to_low_rank_, got {type(model).__name__} without such attention")
+        raise ValueError(f"model must be converted by to_low_rank_, got {kind} without such attention")
+    import transformers
+
+    if getattr(transformers, kind, None) is not type(model):
+        raise ValueError(
+            f"model must be of a class of transformers, which load_low_rank makes again, got {kind}: pass the model "
+            "that it wraps (of torch.compile, for instance)"
+        )
+    empty = [name for name, value in model.state_dict().items() if value.is_meta]
+    if empty:
+        raise ValueError(f"model must hold its weights, got {empty[0]} on the meta device")
     setattr(config, CONFIG_ENTRY, {"version": 1, "layers": layers})
     config.architectures = [type(model).__name__]
     return config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,13 @@ class _WorkBuffer:
     values: Tensor
     positions: Tensor
     lengths: Tensor
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Scores are float32 whatever autocast makes of a model's products."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def forget_beyond_lengths(layer: CacheLayer) -> None:
@@ -190,7 +198,8 @@ class Call:
         full = cache.budget + cache.interval
         if self.on_host and int(layer.lengths.amax()) < full:
             return out
-        scores = self._scores(layer, full, self._stored_window, call=None)
+        with _without_autocast(self.key.device.type):
+            scores = self._scores(layer, full, self._stored_window, call=None)
         self._compress(layer, scores, full)
         return out
 
@@ -228,7 +237,8 @@ class Call:
         if not (self.on_host and int(work.lengths.amax()) <= cache.budget):
             call = None if self.query is None else QueryWindow(self.query, self.position)
             window = None if ring is None else _window.newest(*ring, cache.policy.query_window)
-            scores = self._scores(work, 0, lambda: window, call)
+            with _without_autocast(self.key.device.type):
+                scores = self._scores(work, 0, lambda: window, call)
             self._compress(work, scores, 0)
         self._compressing(True)
         slots = cache.capacity

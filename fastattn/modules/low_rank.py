@@ -134,8 +134,12 @@ class LowRankAttention(nn.Module):
         self.rotary = LatentRotary(
             inv_freq, interleave=rope_interleave, attention_factor=attention_factor, device=device
         )
-        # The rotary's own tensor under a second name: saved only where it can't be computed again.
-        self.register_buffer("inv_freq", self.rotary.inv_freq, persistent=given)
+        # The rotary's own tensor under a second name: a buffer, and saved, only where it can't be computed again.
+        # Otherwise no buffer, so that no loader takes it for one that must be loaded.
+        if given:
+            self.register_buffer("inv_freq", self.rotary.inv_freq)
+        else:
+            self.inv_freq = self.rotary.inv_freq
 
     def reset_parameters(self) -> None:
         """Initialises every projection, norm and frequency anew, as at construction."""
@@ -179,8 +183,7 @@ class LowRankAttention(nn.Module):
         batch, tokens, _ = hidden_states.shape
         check.check_positions(position_ids, hidden_states)
         check.check_mask(attention_mask, hidden_states)
-        if absorb not in (None, True, False):
-            raise TypeError(f"absorb must be a bool or None, got {absorb!r}")
+        check.check_absorb(absorb)
         if cache is not None:
             check.check_cache(cache, hidden_states, self.kv_lora_rank, self.qk_rope_head_dim, causal, absorb)
         if position_ids is None:
@@ -211,7 +214,7 @@ class LowRankAttention(nn.Module):
             query = self.q_b_proj(latent if self.q_a_layernorm is None else self.q_a_layernorm(latent))
         query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, T, dn + dr]
         nope, rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-        return nope, self.rotary.rotate(rope, position_ids)
+        return nope, self.rotary.rotate_at(self.inv_freq, rope, position_ids)
 
     def _latents(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """The normed latent ``[B, T, R]`` and the rotated key ``[B, T, dr]`` that all heads share."""
@@ -219,7 +222,7 @@ class LowRankAttention(nn.Module):
         latent, rope_key = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         if self.kv_a_layernorm is not None:
             latent = self.kv_a_layernorm(latent)
-        return latent, self.rotary.rotate(rope_key[:, None], position_ids)[:, 0]
+        return latent, self.rotary.rotate_at(self.inv_freq, rope_key[:, None], position_ids)[:, 0]
 
     @staticmethod
     def _default_positions(
@@ -270,7 +273,7 @@ class LowRankAttention(nn.Module):
             max_step=max_step,
             rotary=self.latent_rotary(),
             dtype=dtype or check.float_dtype(self.kv_a_proj_with_mqa) or torch.get_default_dtype(),
-            device=device or self.inv_freq.device,
+            device=device or check.device_of(self.kv_a_proj_with_mqa) or self.inv_freq.device,
         )
 
     def latent_rotary(self) -> Rotary:
@@ -288,6 +291,7 @@ class LowRankAttention(nn.Module):
         return paths.absorb(self, new)[0], new.latent_key
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.rotary.inv_freq = self.inv_freq.float()
         super()._apply(fn, recurse)
         self.inv_freq = self.rotary.inv_freq  # float32 and defined, which fn need not have left it
         return self

@@ -44,7 +44,15 @@ def up_weight(projection: nn.Module, rank: int, like: Tensor) -> Tensor:
     place shows in the next token. A plain linear layer (parametrized or not) gives a view of its weight. Anything
     else, such as an adapter around it, a quantised layer or a layer with hooks, is asked for its image of the unit
     vectors, so that nothing it does to its input is bypassed; it must be linear in its input.
+
+    Raises:
+        ValueError: it has a bias.
     """
+    if getattr(projection, "bias", None) is not None:
+        raise ValueError(
+            f"kv_b_proj must have no bias to be absorbed into queries and outputs, got a {type(projection).__name__} "
+            "with one"
+        )
     if is_plain_linear(projection):
         weight = projection.weight
         assert isinstance(weight, Tensor)  # narrowed by is_plain_linear

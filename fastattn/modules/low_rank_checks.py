@@ -79,6 +79,12 @@ def float_dtype(projection: nn.Module) -> torch.dtype | None:
     return None
 
 
+def device_of(projection: nn.Module) -> torch.device | None:
+    """Where a projection's weight is; None where it has no weight or only the promise of one (the meta device)."""
+    weight = getattr(projection, "weight", None)
+    return weight.device if isinstance(weight, Tensor) and not weight.is_meta else None
+
+
 def check_positions(position_ids: Tensor | None, hidden_states: Tensor) -> None:
     """int ``[B, T]``."""
     if position_ids is None:
@@ -122,7 +128,7 @@ def check_cache(
 ) -> None:
     """A latent cache of this module's dims and the input's batch, used causally."""
     if not isinstance(cache, CompressedKVCache):
-        raise TypeError(f"cache must be a CompressedKVCache (make_cache gives one), got {type(cache).__name__}")
+        raise TypeError(f"cache must be a CompressedKVCache (make_cache gives one) or None, got {type(cache).__name__}")
     if not causal:
         raise ValueError("causal must be True with a cache: its tokens come before the new ones, got False")
     if cache.latent_rank != rank or cache.head_dim != rank + rope_dim or cache.num_kv_heads != 1:
@@ -140,6 +146,12 @@ def check_cache(
             f"absorb must be None or True with {cache.policy!r}, which rotates cached keys again for every call, "
             "got False"
         )
+
+
+def check_absorb(absorb: bool | None) -> None:
+    """True, False or None: nothing else decides between the paths."""
+    if absorb is not None and not isinstance(absorb, bool):
+        raise TypeError(f"absorb must be a bool or None, got {type(absorb).__name__}")
 
 
 def check_no_grad(*tensors: Tensor) -> None:

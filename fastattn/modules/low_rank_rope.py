@@ -133,6 +133,9 @@ class LatentRotary(Rotary):
 
     There the frequencies stay on the CPU: they are few, and nothing would bring them back where a checkpoint without
     them is assigned. They are kept as Python numbers too, for the way from the meta device to a real one.
+
+    The attention rotates with its own table, which is the same tensor unless a loader has put another in its place, or
+    emptied this one (transformers empties every non-persistent buffer).
     """
 
     def __init__(
@@ -148,6 +151,12 @@ class LatentRotary(Rotary):
         place = torch.get_default_device() if device is None else torch.device(device)
         if place.type != "meta":
             self.inv_freq = self.inv_freq.to(place)
+
+    def rotate_at(self, inv_freq: Tensor, x: Tensor, positions: Tensor) -> Tensor:
+        """``x [B, H, T, dr]`` rotated to ``positions [B, T]`` by the frequencies ``inv_freq [dr / 2]``."""
+        wide = x.dtype if x.dtype == torch.float64 else torch.float32
+        angle = positions[:, None, :, None].to(wide) * inv_freq.to(x.device, wide)
+        return self._turn(x, angle.cos() * self.attention_factor, angle.sin() * self.attention_factor)
 
     def reset_parameters(self) -> None:
         """Puts the frequencies of the construction back."""

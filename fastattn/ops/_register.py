@@ -8,6 +8,8 @@ An operator has one schema, one fake (shapes and strides only) and up to two imp
   torch.compile it is traced into the graph, so that Inductor sees the kernels, fuses the PyTorch operations around
   them and knows exactly which buffers they write. torch.export keeps the operator whole.
 
+An implementation chooses the dtype it computes in: it runs without autocast, which would round its products.
+
 Both are named ``"module:function"`` and imported on first use: importing fastattn never imports triton.
 """
 
@@ -91,10 +93,15 @@ def register(
     run_cpu, run_triton = _lazy(cpu), _lazy(triton)
 
     def cpu_kernel(*args: Any) -> Any:
-        return run_triton(*args) if _force_triton else run_cpu(*args)
+        run = run_triton if _force_triton else run_cpu
+        if torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False):
+                return run(*args)
+        return run(*args)
 
     def cuda_kernel(*args: Any) -> Any:
-        with torch.cuda.device(_device_of(args)):  # Triton launches on the current device, not on the tensors'
+        # Triton launches on the current device, not on the tensors'
+        with torch.cuda.device(_device_of(args)), torch.autocast("cuda", enabled=False):
             return run_triton(*args)
 
     library.impl(name, cpu_kernel, "CPU")
@@ -117,12 +124,13 @@ def _make_launcher_visible(
         from torch.export._trace import custom_triton_ops_decomposition_disabled
 
         arguments = _bind(overload, args, kwargs)
-        on_gpu = _device_of(arguments).type == "cuda"
+        device_type = _device_of(arguments).type
+        on_gpu = device_type == "cuda"
         if not (on_gpu or _force_triton) or custom_triton_ops_decomposition_disabled():
             return mode.__torch_dispatch__(op, types, args, kwargs)
         previous, _tracing = _tracing, True
         try:
-            with mode:
+            with mode, torch.autocast(device_type, enabled=False):
                 return launcher(*arguments)
         finally:
             _tracing = previous

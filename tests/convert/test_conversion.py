@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -85,6 +86,23 @@ def test_calls_that_low_rank_attention_cannot_serve_raise(arguments, message):
     convert(model, SMALL)
     with pytest.raises(ValueError, match=message):
         model(token_ids(1, 6), **arguments)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_padding_between_the_turns_of_a_growing_cache_is_refused_and_nothing_stored(implementation):
+    model = tiny_model("llama", attn_implementation=implementation)
+    convert(model, SMALL)
+    ids, mask = token_ids(2, 12), torch.ones(2, 12, dtype=torch.long)
+    mask[1, 4:7] = 0  # the first turn padded on the right
+    with torch.no_grad():
+        cache = model(ids[:, :7], attention_mask=mask[:, :7]).past_key_values
+        with pytest.raises(ValueError, match="padding between the tokens of row 1"):
+            model(ids[:, 7:], attention_mask=mask, past_key_values=cache)
+        assert cache.get_seq_length() == 7
+        banded = torch.zeros(2, 1, 5, 12).masked_fill(torch.ones(5, 12).tril(7).triu(5) == 0, -torch.inf)
+        with pytest.raises(ValueError, match="causal with padding"):
+            model(ids[:, 7:], attention_mask=banded, past_key_values=cache)
+        assert cache.get_seq_length() == 7
 
 
 def test_static_cache_is_refused_by_name():
@@ -251,6 +269,46 @@ def test_interrupted_conversion_goes_on_from_its_finished_layers(tmp_path, monke
         convert(tiny_model("llama", seed=1), SMALL, ids, resume_dir=tmp_path)
     with pytest.raises(ValueError, match="resume_dir"):
         convert(tiny_model("llama"), SMALL, token_ids(3, 60, seed=9), resume_dir=tmp_path)
+
+
+def test_finished_layers_of_other_settings_or_other_layers_are_not_taken_over(tmp_path):
+    ids = token_ids(3, 60)
+    convert(tiny_model("llama"), SMALL, ids, resume_dir=tmp_path / "rope")
+    other = tiny_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
+    with pytest.raises(ValueError, match="resume_dir"):
+        convert(other, SMALL, ids, resume_dir=tmp_path / "rope")
+    every, last = (replace(SMALL, layers=chosen) for chosen in (lambda name: True, lambda name: ".1." in name))
+    convert(tiny_model("llama"), every, ids, resume_dir=tmp_path / "layers")
+    with pytest.raises(ValueError, match="resume_dir"):
+        convert(tiny_model("llama"), last, ids, resume_dir=tmp_path / "layers")
+
+
+def test_resumed_layers_are_as_trainable_as_the_originals(tmp_path):
+    for _ in range(2):
+        model = tiny_model("llama").requires_grad_(False)
+        convert(model, SMALL, resume_dir=tmp_path)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_calibration_under_autocast_converts():
+    model, ids = tiny_model("llama"), token_ids(3, 60)
+    expected = logits(model, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        convert(model, FULL, ids)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert relative(logits(model, ids), expected) < 1e-4
+
+
+@pytest.mark.parametrize("statistics", ["sequential", "parallel"])
+def test_the_default_device_does_not_matter(statistics):
+    ids = token_ids(3, 60)
+    config = LowRankConfig(kv_lora_rank=None, qk_rope_head_dim=8, kv_rank_budget=24, statistics=statistics)
+    expected, model = tiny_model("llama"), tiny_model("llama")
+    given = calibrate(expected, ids, progress=False) if statistics == "parallel" else ids
+    convert(expected, config, given)
+    with torch.device("meta"):  # helper tensors that were made there would have no values
+        convert(model, config, given)
+    assert torch.equal(logits(model, ids), logits(expected, ids))
 
 
 def test_failure_after_the_swap_puts_the_old_attention_back(monkeypatch):

@@ -102,6 +102,20 @@ def test_calibration_that_is_no_text(calibration, error, message):
     refuse(tiny_model("llama"), message, calibration=calibration, error=error)
 
 
+def test_a_model_of_another_type():
+    with pytest.raises(TypeError, match="model must be a transformers model, got str"):
+        to_low_rank_("llama", LowRankConfig(**OPTIONS), token_ids(3, 60), progress=False)
+    with pytest.raises(ValueError, match="transformers decoder"):
+        to_low_rank_(nn.Identity(), LowRankConfig(**OPTIONS), token_ids(3, 60), progress=False)
+
+
+def test_ranks_beyond_twice_the_hidden_size_are_refused_before_the_calibration_is_run():
+    wide = {"head_dim": 64, "num_key_value_heads": 4}
+    for name in ("kv_lora_rank", "q_lora_rank"):
+        config = LowRankConfig(**{**OPTIONS, name: 129})
+        refuse(tiny_model("llama", **wide), f"{name} must be at most 128 for this model", config)
+
+
 def test_evaluation_is_checked_before_the_conversion():
     refuse(tiny_model("llama"), "evaluation must hold ids below 96", evaluation=torch.full((1, 9), 100))
 
@@ -172,6 +186,13 @@ def test_behavior_that_low_rank_attention_lacks(family, changes, message):
     refuse(tiny_model(family, **changes), message)
 
 
+def test_a_window_of_zero_is_no_window():
+    """Qwen2-MoE configurations say so where windows are switched off."""
+    model = tiny_model("Qwen2Moe")
+    assert model.config.sliding_window in (0, None)
+    assert len(to_low_rank_(model, LowRankConfig(**OPTIONS), token_ids(3, 60), progress=False).layers) == 2
+
+
 def test_window_as_long_as_the_longest_text_is_no_window():
     model = tiny_model("mistral", sliding_window=256)
     assert len(to_low_rank_(model, LowRankConfig(**OPTIONS), token_ids(3, 60), progress=False).layers) == 2
@@ -202,6 +223,13 @@ def test_attention_that_computes_something_else_is_found_by_its_output():
 
     attention.forward = capped
     refuse(model, "model.layers.1.self_attn .* does not compute plain rotary attention")
+
+
+def test_attention_that_computes_something_else_is_found_with_given_statistics_too():
+    model = tiny_model("Cohere")  # its rotation pairs neighbors
+    statistics = calibrate(model, token_ids(3, 60), progress=False)
+    config = LowRankConfig(**OPTIONS, statistics="parallel")
+    refuse(model, "model.layers.0.self_attn .* does not compute plain rotary attention", config, statistics)
 
 
 def test_converting_twice():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastattn import LowRankConfig, to_low_rank_
-from fastattn.convert import add_latent_norm_, export_deepseek_v3, load_low_rank, save_low_rank
+from fastattn.convert import add_latent_norm_, calibrate, export_deepseek_v3, load_low_rank, save_low_rank
 from fastattn.convert.attention import ConvertedAttention
 from fastattn.convert.families import fresh_rotary
 
@@ -90,6 +90,58 @@ def test_folder_is_the_old_model_or_the_new_one(tmp_path, monkeypatch):
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
+def test_what_cannot_be_loaded_again_is_not_saved_over_what_can(tmp_path):
+    model, ids = converted("llama"), token_ids(1, 20, seed=1)
+    save_low_rank(model, tmp_path / "model")
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.config = model, model.config
+
+    for wrapped in (torch.compile(model), Wrapper()):
+        with pytest.raises(ValueError, match="must be of a class of transformers"):
+            save_low_rank(wrapped, tmp_path / "model")
+    with pytest.raises(ValueError, match="on the meta device"):
+        save_low_rank(converted("llama").to("meta"), tmp_path / "model")
+    assert torch.equal(logits(load_low_rank(tmp_path / "model"), ids), logits(model, ids))
+
+
+def test_files_beside_the_model_stay_and_an_older_models_weights_go(tmp_path):
+    model, folder = converted("llama"), tmp_path / "model"
+    tiny_model("llama").save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "runs").mkdir()
+    (folder / "runs" / "log").write_text("1.5")
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    save_low_rank(model, link)
+    assert link.is_symlink()
+    assert (folder / "runs" / "log").read_text() == "1.5"
+    names = {"config.json", "generation_config.json", "low_rank.safetensors", "runs", "tokenizer.json"}
+    assert {entry.name for entry in folder.iterdir()} == names
+    assert {entry.name for entry in tmp_path.iterdir()} == {"link", "model"}
+    with pytest.raises(ValueError, match="must be a folder or new, got the file"):
+        save_low_rank(model, folder / "tokenizer.json")
+    assert (folder / "tokenizer.json").read_text() == "{}"
+
+
+def test_what_is_made_under_inference_mode_can_be_trained(tmp_path):
+    ids = token_ids(3, 60)
+    with torch.inference_mode():
+        statistics = calibrate(tiny_model("llama"), ids, progress=False)
+    model = tiny_model("llama")
+    with torch.inference_mode():
+        config = LowRankConfig(kv_lora_rank=12, qk_rope_head_dim=8, statistics="parallel")
+        to_low_rank_(model, config, statistics, ids, progress=False)
+        add_latent_norm_(model, ids)
+        save_low_rank(model, tmp_path)
+        loaded = load_low_rank(tmp_path)
+    for each in (model, loaded):
+        each(ids, labels=ids).loss.backward()
+        assert all(parameter.grad is not None for parameter in each.parameters())
+
+
 def test_from_pretrained_refuses_the_folder_instead_of_filling_in_random_weights(tmp_path):
     save_low_rank(converted("llama"), tmp_path)
     with pytest.raises(OSError, match="safetensors"):
@@ -151,6 +203,22 @@ def test_export_says_what_the_layout_cannot_hold(tmp_path):
     refuse(with_latent_norm(converted("llama", budget)), "one shape")
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("Gemma", {"head_dim": 16}, "differ by"),  # scaled embeddings, norms of 1 + weight
+        ("Granite", {"residual_multiplier": 0.5, "logits_scaling": 2.0}, "differ by"),
+        ("Arcee", {}, "need .'model.layers.0.mlp.gate_proj.weight'"),
+        ("Olmo", {}, "without rms_norm_eps"),
+    ],
+)
+def test_models_that_do_more_than_deepseeks_layers_are_not_exported(family, changes, message, tmp_path):
+    model = converted(family, LowRankConfig(kv_lora_rank=12, **EVEN), **changes)
+    with pytest.raises(ValueError, match=message):
+        export_deepseek_v3(with_latent_norm(model), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_added_norms_start_near_the_converted_model_and_export(tmp_path):
     """The fit undoes the norms where every token's latent has the same size."""
     model, ids = converted("llama", LowRankConfig(kv_lora_rank=12, q_lora_rank=24, **EVEN)), token_ids(3, 60)
@@ -174,6 +242,15 @@ def test_added_norms_start_near_the_converted_model_and_export(tmp_path):
     torch.testing.assert_close(logits(theirs, ids), logits(model, ids), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="without norms"):
         add_latent_norm_(model, ids)
+
+
+def test_norms_are_not_fitted_to_latents_that_are_not_finite():
+    model = converted("llama")
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight[3] = float("nan")
+    with pytest.raises(ValueError, match="finite latents"):
+        add_latent_norm_(model, token_ids(3, 60))
+    assert all(layer.self_attn.kv_a_layernorm is None for layer in model.model.layers)
 
 
 def test_loaded_model_generates_over_a_compressed_cache_within_budget_and_beyond(tmp_path):

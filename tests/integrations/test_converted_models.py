@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-from fastattn import LowRankConfig, to_low_rank_
+from fastattn import LowRankAttention, LowRankConfig, to_low_rank_
 from fastattn.integrations.transformers import compressed_cache
 from tests._helpers.tiny_models import tiny_model, token_ids
 
@@ -51,7 +53,40 @@ def test_expected_attention_wants_one_rotation_for_all_layers() -> None:
     assert int(cache.kv.lengths(0).max()) < 16
 
     other = converted()
-    other.model.layers[1].self_attn.rotary.inv_freq = first.inv_freq * 0.5
+    other.model.layers[1].self_attn.inv_freq = first.inv_freq * 0.5
     with pytest.raises(ValueError, match=r"got ExpectedAttention\(.*rope_selection="):
         compressed_cache(other, "expected_attention", budget=12)
     compressed_cache(other, "key_diff", budget=12)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["computed", "given"])
+def test_from_pretrained_brings_the_frequencies_of_a_users_own_model(given: bool, tmp_path: Path) -> None:
+    """It builds on the meta device, sets tensors by name, and empties buffers that are not saved."""
+    import transformers
+
+    class Config(transformers.PretrainedConfig):
+        model_type = "fastattn-test"
+
+    class Model(transformers.PreTrainedModel):
+        config_class = Config
+
+        def __init__(self, config: Config) -> None:
+            super().__init__(config)
+            table = torch.tensor([1.0, 0.5, 0.1]) if given else None
+            self.attention = LowRankAttention(
+                32, 2, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=6, v_head_dim=4, inv_freq=table
+            )
+            self.post_init()
+
+        def _init_weights(self, module: torch.nn.Module) -> None:
+            """Every weight is loaded."""
+
+    model = Model(Config()).eval()
+    if given:
+        model.attention.inv_freq.copy_(torch.tensor([0.9, 0.2, 0.05]))  # as training it would
+    model.save_pretrained(tmp_path)
+    loaded = Model.from_pretrained(tmp_path)
+    hidden = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(loaded.attention(hidden), model.attention(hidden))
+    mine, theirs = (each.attention.make_cache("knorm", 4).rotary for each in (loaded, model))
+    assert torch.equal(mine.inv_freq, theirs.inv_freq)

@@ -224,6 +224,32 @@ def test_a_given_frequency_table_is_saved_in_float32_and_a_computed_one_is_not()
     assert set(computed.state_dict()) == {name for name, _ in computed.named_parameters()}
 
 
+def test_a_frequency_table_put_there_by_its_name_is_rotated_with() -> None:
+    """Loaders set tensors one by one: by attribute (transformers) or in the dict of buffers (accelerate)."""
+    table, hidden = torch.tensor([0.9, 0.2, 0.05]), inputs(1, 5)
+    expected = small_module(inv_freq=table)(hidden)
+    by_attribute, in_dict = (small_module(inv_freq=torch.ones(3)) for _ in range(2))
+    by_attribute.inv_freq = table.clone()
+    in_dict._buffers["inv_freq"] = table.clone()
+    for module in (by_attribute, in_dict):
+        rotary = module.make_cache("knorm", 8).rotary
+        assert rotary is not None
+        assert torch.equal(rotary.inv_freq, table)
+        assert torch.equal(module(hidden), expected)
+
+
+def test_a_loader_that_empties_what_it_does_not_load_takes_no_computed_frequency() -> None:
+    module, hidden = small_module(), inputs(1, 5)
+    expected = module(hidden)
+    for each in module.modules():
+        for name in each._non_persistent_buffers_set:
+            setattr(each, name, torch.full_like(getattr(each, name), float("nan")))
+    rotary = module.make_cache("knorm", 8).rotary
+    assert rotary is not None
+    assert rotary.inv_freq.isfinite().all()
+    assert torch.equal(module(hidden), expected)
+
+
 def test_copies_and_pickles() -> None:
     module, hidden = small_module(), inputs(1, 4)
     for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
@@ -360,9 +386,11 @@ def test_calls_that_do_not_fit_are_refused() -> None:
     holes = torch.tensor([[True] * 5, [True, False, True, True, True]])
     with pytest.raises(ValueError, match=r"one contiguous stretch of every row, got 2 stretches in row 1"):
         module(hidden, attention_mask=holes)
-    with pytest.raises(TypeError, match="absorb must be a bool or None, got 'yes'"):
-        module(hidden, absorb="yes")
     with pytest.raises(TypeError, match=r"cache must be a CompressedKVCache .*, got list"):
         module(hidden, cache=[])
     with pytest.raises(ValueError, match="at least one token"):
         module(hidden[:, :0])
+    with pytest.raises(TypeError, match=r"cache must be a CompressedKVCache .*, got str"):
+        module(hidden, cache="knorm")
+    with pytest.raises(TypeError, match="absorb must be a bool or None, got str"):
+        module(hidden, absorb="yes")

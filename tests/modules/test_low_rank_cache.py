@@ -297,6 +297,16 @@ def test_what_wraps_the_up_projection_is_not_bypassed(wrap: Callable[[LowRankAtt
     assert (out - bare).abs().max() > 1e-3
 
 
+def test_an_up_projection_with_a_bias_is_not_absorbed_without_it() -> None:
+    module, hidden = small_module(), inputs(1, 4)
+    module.kv_b_proj = nn.Linear(module.kv_lora_rank, 3 * 17, dtype=torch.float64)  # type: ignore[assignment]
+    module(hidden)  # expanded
+    cache = module.make_cache("knorm", 8)
+    with torch.no_grad(), pytest.raises(ValueError, match="kv_b_proj must have no bias"):
+        module(hidden, cache=cache)
+    assert cache.tokens_seen.tolist() == [0]
+
+
 def test_plain_and_parametrized_projections_are_read_directly() -> None:
     module = small_module()
     assert is_plain_linear(module.kv_b_proj)

@@ -587,6 +587,28 @@ def test_what_a_policy_sees() -> None:
     assert torch.equal(state.rotary.inv_freq, INV_FREQ)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_does_not_round_what_a_policy_computes(compiled: bool) -> None:
+    class Projected(Policy):
+        def score(self, state: CacheState) -> Tensor:
+            keys = state.keys.float()
+            return keys @ torch.linspace(-1, 1, keys.shape[-1])
+
+    torch.manual_seed(0)
+    plain, under = (
+        CompressedKVCache(Projected(), 8, num_layers=1, num_kv_heads=2, head_dim=16, interval=2, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    attend = torch.compile(under.attend, fullgraph=True, backend="aot_eager") if compiled else under.attend
+    with torch.no_grad():
+        for tokens in (40, 1, 1, 1, 1):
+            query, key = (draw.normal(1, heads, tokens, 16, dtype=torch.bfloat16, seed=tokens) for heads in (4, 2))
+            plain.attend(0, query, key, key)
+            with torch.autocast("cpu", torch.bfloat16):
+                attend(0, query, key, key)
+            assert torch.equal(under.positions(0), plain.positions(0))
+
+
 def test_queries_need_a_window() -> None:
     class Careless(Policy):
         def score(self, state: Any) -> Tensor:

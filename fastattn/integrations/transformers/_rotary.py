@@ -108,9 +108,9 @@ def checked_rotary(
 
 def low_rank_rotary(calls: list[dict[str, Any]]) -> Rotary | None:
     """The rotation of the rope key in the cached latents; None if the layers differ in it."""
-    modules = [call["module"] for call in calls]
-    first = modules[0].rotary
-    for other in (module.rotary for module in modules[1:]):
+    rotations = [call["module"].latent_rotary() for call in calls]
+    first = rotations[0]
+    for other in rotations[1:]:
         if other.extra_repr() != first.extra_repr() or not torch.equal(other.inv_freq.cpu(), first.inv_freq.cpu()):
             return None
-    return modules[0].latent_rotary()
+    return first
