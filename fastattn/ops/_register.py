@@ -102,8 +102,22 @@ def register(
     qualified = f"{NAMESPACE}::{name}"
     torch.library.register_fake(qualified, fake, lib=library)
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    _keep_autocast_out(library, name, overload)
     _make_launcher_visible(library, qualified, overload, run_triton)
     return overload
+
+
+def _keep_autocast_out(library: torch.library.Library, name: str, overload: Any) -> None:
+    """Autocast would round the products inside an implementation, which are float32 whatever the inputs are."""
+    keys = [getattr(torch._C.DispatchKey, key) for key in ("AutocastCPU", "AutocastCUDA")]
+    excluded = torch._C.DispatchKeySet(keys[0]) | torch._C.DispatchKeySet(keys[1])
+
+    def without_autocast(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return overload(*args)
+
+    for key in keys:
+        library.impl(name, without_autocast, key.name)
 
 
 def _make_launcher_visible(

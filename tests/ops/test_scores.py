@@ -492,3 +492,13 @@ def test_samples_without_samples() -> None:
     del good["query_mean"], good["query_cov"]
     with pytest.raises(ValueError, match="query_samples must hold at least one sample"):
         ops.score_expected_attention(**good, query_samples=torch.ones(2, 4, 0, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_statistics_are_not_rounded_by_autocast(name: str, dtype: torch.dtype) -> None:
+    good = arguments(name)
+    exact = getattr(ops, name)(**good)
+    with torch.autocast("cpu", dtype):
+        inside = getattr(ops, name)(**good)
+    torch.testing.assert_close(inside, exact, rtol=0, atol=0)
