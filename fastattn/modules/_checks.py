@@ -132,7 +132,8 @@ def check_arguments(
         if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
             raise TypeError(f"position_ids must be integers, got {position_ids.dtype}")
     if layer == 0 and check.checks_values(key):
-        _check_values(position_ids, attention_mask)
+        cache._progress.require_complete()  # what is cached is compared with what comes
+        _check_values(cache, position_ids, attention_mask)
 
 
 def _check_new(
@@ -162,8 +163,8 @@ def _check_per_token(
         raise ValueError(f"{name} must be on the cache's device {cache.device}, got {new.device}")
 
 
-def _check_values(position_ids: Tensor | None, attention_mask: Tensor | None) -> None:
-    """Real tokens are contiguous and their positions rise."""
+def _check_values(cache: CompressedKVCache, position_ids: Tensor | None, attention_mask: Tensor | None) -> None:
+    """Real tokens are contiguous and their positions rise, on from those in the cache."""
     if attention_mask is not None and attention_mask.shape[1] > 1:
         starts = attention_mask[:, 1:] & ~attention_mask[:, :-1]
         runs = starts.sum(1) + attention_mask[:, 0]
@@ -185,3 +186,14 @@ def _check_values(position_ids: Tensor | None, attention_mask: Tensor | None) ->
         row, column = falling.nonzero()[0].tolist()
         pair = position_ids[row, column : column + 2].tolist()
         raise ValueError(f"position_ids must rise over a row's real tokens, got {pair[0]} then {pair[1]} in row {row}")
+    if position_ids.shape[1] == 0:
+        return
+    newest = cache.positions(0).flatten(1).amax(1)
+    first = position_ids.masked_fill(~attention_mask, torch.iinfo(position_ids.dtype).max).amin(1).expand_as(newest)
+    behind = attention_mask.any(1) & (first <= newest)
+    if bool(behind.any()):
+        row = int(behind.nonzero()[0])
+        raise ValueError(
+            f"position_ids must go on after the cached tokens, got {int(first[row])} in row {row} after "
+            f"{int(newest[row])}: pass what is new, not the whole history, or reset() the cache"
+        )

@@ -165,8 +165,8 @@ class CompressedKVCache(nn.Module):
             query: ``[B, H, T, Dk]``, rotated as attention takes it (absorbed, for a latent cache).
             key: ``[B, Hkv, T, Dk]``, rotated, of the cache's dtype.
             value: ``[B, Hkv, T, Dv]``; None for a latent cache.
-            position_ids: integers ``[B, T]`` (or ``[1, T]``), rising over a row's real tokens; by default each row's
-                real tokens are counted.
+            position_ids: integers ``[B, T]`` (or ``[1, T]``), rising over a row's real tokens, on from those in the
+                cache; by default each row's real tokens are counted.
             attention_mask: bool ``[B, T]``, False for padding; a row's real tokens are contiguous.
             scale: softmax scale, ``Dk ** -0.5`` by default; a latent cache must be given its own.
 

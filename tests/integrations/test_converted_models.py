@@ -55,3 +55,13 @@ def test_expected_attention_wants_one_rotation_for_all_layers() -> None:
     with pytest.raises(ValueError, match="rotary must be given: ExpectedAttention needs the model's rotation"):
         compressed_cache(other, "expected_attention", budget=12)
     compressed_cache(other, "key_diff", budget=12)
+
+
+def test_a_history_passed_again_is_not_cached_twice() -> None:
+    model, tokens = converted(), token_ids(1, 20, seed=4).clamp(min=3)
+    cache = compressed_cache(model, "key_diff", budget=64)
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+        with pytest.raises(ValueError, match="must go on after the cached tokens, got 0 in row 0 after 19"):
+            model(tokens, position_ids=torch.arange(20)[None], past_key_values=cache)
+    assert cache.kv.tokens_seen.tolist() == [20]

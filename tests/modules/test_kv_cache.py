@@ -335,6 +335,7 @@ def _bad_calls():
         ({"position_ids": ids.float()}, TypeError, "position_ids must be integers, got torch.float32"),
         ({"position_ids": ids.flip(1)}, ValueError, "position_ids must rise .* got 2 then 1 in row 0"),
         ({"position_ids": ids - 1}, ValueError, "position_ids must not be negative"),
+        ({"position_ids": ids}, ValueError, "position_ids must go on after the cached tokens, got 0 in row 0 after 1"),
         ({"scale": "1"}, TypeError, "scale must be a float or None, got str"),
         ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
     ]
@@ -351,6 +352,15 @@ def test_bad_calls_change_nothing(policy, changed, error, message):
         cache.attend(**{"layer": 0, "query": q, "key": k, "value": v, **changed})
     assert_same(cache, state)
     feed(cache, 3)
+
+
+def test_one_row_of_positions_for_all_rows_is_compared_with_what_each_has():
+    cache = make(batch_size=2)
+    feed(cache, 5, attention_mask=torch.tensor([[False] * 3 + [True] * 2, [True] * 5]))
+    with pytest.raises(ValueError, match="position_ids must go on after the cached tokens, got 3 in row 1 after 4"):
+        feed(cache, 2, position_ids=torch.tensor([[3, 4]]))
+    feed(cache, 2, position_ids=torch.tensor([[5, 6]]))
+    assert cache.positions(0)[:, 0, :7].tolist() == [[0, 1, 5, 6, -1, -1, -1], [0, 1, 2, 3, 4, 5, 6]]
 
 
 def test_query_heads_are_fixed_with_the_window():

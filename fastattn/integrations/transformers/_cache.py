@@ -19,7 +19,6 @@ from fastattn.integrations.transformers._model import ModelSpec, switch
 from fastattn.modules.kv_cache import CompressedKVCache
 from fastattn.modules.low_rank import LowRankAttention
 from fastattn.modules.policies import Policy
-from fastattn.ops._checks import checks_values
 
 
 def compressed_cache(
@@ -112,8 +111,6 @@ class CompressedCache(CarriedCache):
             return attend_before(module, query, key, value, attention_mask, arguments)
         check_arguments(arguments)
         mask, position_ids = new_token_mask(attention_mask), arguments.get("position_ids")
-        if slot == 0 and query.shape[2] > 1 and checks_values(query):
-            self._check_new(position_ids, mask)
         out = self.kv.attend(
             slot,
             query,
@@ -207,20 +204,6 @@ class CompressedCache(CarriedCache):
 
     def _windows(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]
-
-    def _check_new(self, position_ids: Tensor | None, mask: Tensor | None) -> None:
-        """What is fed comes after what is cached: a history passed again would be cached a second time."""
-        if position_ids is None or position_ids.shape[0] not in (1, self.batch_size):
-            return  # the latter is refused by the cache
-        newest = self.kv.positions(0)[:, 0].amax(1)
-        last = torch.iinfo(position_ids.dtype).max
-        first = (position_ids if mask is None else position_ids.masked_fill(~mask, last)).amin(1)
-        if bool((first <= newest).any()):
-            row = int((first <= newest).nonzero()[0])
-            raise ValueError(
-                f"position_ids must go on after the cached tokens, got {int(first[row])} in row {row} after "
-                f"{int(newest[row])}: pass what is new, or a history longer than the cached one, or reset() the cache"
-            )
 
     def _replace(self, kv: CompressedKVCache) -> None:
         self.kv = kv
