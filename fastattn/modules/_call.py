@@ -329,7 +329,8 @@ class Call:
         progress = self.cache._progress
         if not self.on_host or progress.warned_nan:
             return scores
-        valid = torch.arange(shape[2]) < layer.lengths[..., None]  # beyond, a score may be anything
+        # Beyond the lengths a score may be anything.
+        valid = torch.arange(shape[2], device=layer.lengths.device) < layer.lengths[..., None]
         if bool((scores.isnan() & valid).any()):
             progress.warned_nan = True
             warnings.warn(f"{name} returned NaN; tokens with a NaN score rank lowest", stacklevel=2)

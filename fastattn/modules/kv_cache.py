@@ -116,7 +116,6 @@ class CompressedKVCache(nn.Module):
         self.head_dim, self.v_head_dim, self.latent_rank = head_dim, v_head_dim, latent_rank
         self.capacity = budget + interval + max_step - 1
         with torch.inference_mode(False):  # buffers made under inference mode could not be written outside of it
-            self.rotary = None if rotary is None else copy.deepcopy(rotary).to(device)
             self.layers = nn.ModuleList(
                 CacheLayer(
                     batch_size,
@@ -130,6 +129,7 @@ class CompressedKVCache(nn.Module):
                 for _ in range(num_layers)
             )
             kwargs: dict[str, Any] = {"device": device}
+            self.rotary = None if rotary is None else copy.deepcopy(rotary).to(self.device)
             self.register_buffer("tokens_seen", torch.zeros(batch_size, dtype=torch.int64, **kwargs))
             self.register_buffer("columns", torch.zeros((), dtype=torch.int64, **kwargs))
             # Newest columns that crop() may take back: real for every row, and no compression since.

@@ -235,6 +235,16 @@ def test_a_second_prompt_on_a_reset_cache_starts_anew():
     assert torch.equal(greedy(model, other, attention_mask=other_mask, past_key_values=cache), fresh)
 
 
+def test_the_default_device_is_not_taken_for_the_model_s():
+    model = make_model("llama")
+    with torch.device("meta"):
+        cache = compressed_cache(model, "expected_attention", 16)
+    ids = ragged_prompt()[0][:1]
+    assert torch.equal(
+        prefill(model, ids, cache), prefill(model, ids, compressed_cache(model, "expected_attention", 16))
+    )
+
+
 def test_two_caches_on_one_model_do_not_mix():
     model = make_model("llama")
     ids, _ = ragged_prompt()

@@ -150,6 +150,20 @@ def test_works_under_inference_mode_however_it_was_made(made_under, used_under):
     assert not any(buffer.is_inference() for buffer in cache.buffers())
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_default_device_is_not_taken_for_the_device_of_the_tensors(policy):
+    with torch.device("meta"):
+        assert make(policy).rotary.inv_freq.is_meta
+    cache, same = make(policy), make(policy)
+    for count in (20, 1, 1, 1, 1):
+        q, k, v = tokens(count)
+        for layer in range(2):
+            expected = same.attend(layer, q, k, v)
+            with torch.device("meta"):
+                assert torch.equal(cache.attend(layer, q, k, v), expected)
+    assert_same(cache, snapshot(same))
+
+
 def test_a_copy_is_independent():
     cache = make()
     feed(cache, 20)

@@ -252,7 +252,7 @@ def _examine(decoder: Any, carrier: Carrier) -> ModelSpec:
     inv_freq, factor = (None, 1.0) if low_rank else find_rotary(decoder)
     last = min(1000, getattr(config, "max_position_embeddings", None) or 1000) - 1
     cache = _Examination(standard, carrier.signature)
-    positions = torch.tensor([[0, 1, min(3, last), last]])
+    positions = torch.tensor([[0, 1, min(3, last), last]], device="cpu")
     _run(decoder, carrier, cache, positions)
 
     slots: list[int | None] = []
@@ -290,8 +290,8 @@ def _examine(decoder: Any, carrier: Carrier) -> ModelSpec:
 def _run(decoder: Any, carrier: Carrier, cache: _Examination, positions: Tensor) -> None:
     """A forward pass over tokens that differ in their position only, with the model in evaluation mode."""
     embedding = decoder.get_input_embeddings().weight
-    generator = torch.Generator().manual_seed(0)
-    embeds = torch.randn(1, 1, decoder.config.hidden_size, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(0)
+    embeds = torch.randn(1, 1, decoder.config.hidden_size, generator=generator, device="cpu")
     dtype = embedding.dtype if embedding.is_floating_point() else torch.get_default_dtype()
     embeds = embeds.expand(-1, positions.shape[1], -1).to(embedding.device, dtype)
     training = [module for module in decoder.modules() if module.training]
