@@ -235,6 +235,18 @@ def test_a_second_prompt_on_a_reset_cache_starts_anew():
     assert torch.equal(greedy(model, other, attention_mask=other_mask, past_key_values=cache), fresh)
 
 
+def test_models_that_share_a_configuration_are_each_served():
+    first = make_model("llama")
+    second, lone = type(first)(first.config).eval(), make_model("llama")
+    lone.load_state_dict(second.state_dict())
+    ids = ragged_prompt()[0][:1]
+    for model, plain in ((first, make_model("llama")), (second, lone)):
+        cache = compressed_cache(model, "key_diff", 128)
+        assert torch.equal(greedy(model, ids, past_key_values=cache), greedy(plain, ids))
+        assert cache.get_seq_length() == 51
+        assert torch.equal(greedy(model, ids), greedy(plain, ids))
+
+
 def test_the_default_device_is_not_taken_for_the_model_s():
     model = make_model("llama")
     with torch.device("meta"):

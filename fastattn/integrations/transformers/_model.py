@@ -21,7 +21,9 @@ from fastattn.integrations.transformers._attention import (
     NAME,
     eager_attention,
     new_token_mask,
+    previous_implementation,
     remember_previous,
+    was_switched,
 )
 from fastattn.integrations.transformers._layers import CarriedCache, CompressedLayer, check_arguments
 from fastattn.integrations.transformers._rotary import checked_rotary, find_rotary, low_rank_rotary
@@ -137,7 +139,9 @@ def switch(model: Any) -> Carrier:
     _check_config(decoder.config)
     new = carrier is None
     if carrier is None:
-        carrier = Carrier(decoder, _check_implementation(implementation))
+        shared = implementation == NAME and was_switched(decoder.config)  # by another model of the same config object
+        previous = previous_implementation(decoder.config) if shared else _check_implementation(implementation)
+        carrier = Carrier(decoder, previous)
         handle = decoder.register_forward_pre_hook(carrier, with_kwargs=True)
     elif implementation != NAME:
         carrier.previous = _check_implementation(implementation)
@@ -146,7 +150,7 @@ def switch(model: Any) -> Carrier:
         decoder.config._attn_implementation = NAME
         carrier.spec = _examine(decoder, carrier)
     except BaseException:
-        decoder.config._attn_implementation = carrier.previous
+        decoder.config._attn_implementation = implementation if new else carrier.previous
         if new:
             handle.remove()
         raise
