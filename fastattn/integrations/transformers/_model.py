@@ -257,7 +257,15 @@ def _examine(decoder: Any, carrier: Carrier) -> ModelSpec:
     last = min(1000, getattr(config, "max_position_embeddings", None) or 1000) - 1
     cache = _Examination(standard, carrier.signature)
     positions = torch.tensor([[0, 1, min(3, last), last]], device="cpu")
-    _run(decoder, carrier, cache, positions)
+    try:
+        _run(decoder, carrier, cache, positions)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ValueError(
+            f"a forward pass of {name} with a compressed cache failed ({error}): layers that use the attention mask "
+            "themselves, beside transformers' attention interface, are not supported"
+        ) from error
 
     slots: list[int | None] = []
     full: list[dict[str, Any]] = []
