@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -83,6 +83,45 @@ def row_index(cache: CompressedKVCache, index: Tensor) -> Tensor:
     if index.device.type == "cpu" and index.numel() and not bool(((index >= 0) & (index < rows)).all()):
         raise ValueError(f"index must name rows 0..{rows - 1}, got {index.tolist()}")
     return index.to(cache.device, torch.int64)
+
+
+def window_names(cache: CompressedKVCache, prefix: str) -> list[str]:
+    """What the layers' query windows are called in a state; none where the policy keeps no queries."""
+    return [f"{prefix}layers.{layer}.queries" for layer in range(cache.num_layers)] if cache.needs_queries else []
+
+
+def holds_no_query(state: Mapping[str, Any], prefix: str) -> bool:
+    """Whether ``state`` says that no slot of the query window is filled."""
+    index = state.get(f"{prefix}_query_index")
+    return index is not None and not bool((index >= 0).any())
+
+
+def check_state(cache: CompressedKVCache, state: Mapping[str, Any], prefix: str, strict: bool) -> None:
+    """``state``, whose names begin with ``prefix``, fits the cache: shapes and, if ``strict``, names.
+
+    An empty query window that only one of the two has is no difference: it comes with the first call.
+    """
+    shapes = {f"{prefix}{name}": list(getattr(value, "shape", ())) for name, value in cache.state_dict().items()}
+    windows = window_names(cache, prefix)
+    batch, _, _, dim = cache.keys(0).shape
+    for name in windows:
+        if name in state and name not in shapes:
+            heads = cache.num_heads or state[name].shape[1]
+            shapes[name] = [batch, heads, cache._query_index.shape[1] + 1, dim]
+    for name, expected in shapes.items():
+        if name in state and list(getattr(state[name], "shape", ())) != expected:
+            raise ValueError(
+                f"state_dict must hold {name} of shape {expected}, got {list(state[name].shape)}: it was saved from a "
+                "cache of another size"
+            )
+    optional = windows if holds_no_query(state, prefix) else []
+    missing = [name for name in shapes if name not in state and name not in optional]
+    unexpected = [name for name in state if name not in shapes]
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"state_dict must hold what the cache holds, but it lacks {missing} and has {unexpected} besides: it was "
+            "saved from another kind of cache"
+        )
 
 
 def check_arguments(

@@ -325,22 +325,21 @@ class CompressedKVCache(nn.Module):
     # -- module machinery --------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As ``nn.Module``'s, but refuses a state of other shapes before copying anything."""
-        own = self.state_dict()
-        window = next((k for k in state_dict if k.endswith(".queries")), None)
-        if window is not None and window not in own and self.needs_queries:
-            self._allocate_window(state_dict[window].shape[1])
-            own = self.state_dict()
-        for name, saved in state_dict.items():
-            if name in own and own[name].shape != saved.shape:
-                raise ValueError(
-                    f"state_dict must hold {name} of shape {list(own[name].shape)}, got {list(saved.shape)}: it was "
-                    "saved from a cache of another size"
-                )
+        """As ``nn.Module``'s, but refuses a state of other shapes, or names if ``strict``, before copying anything."""
+        _checks.check_state(self, state_dict, "", strict)
         with torch.inference_mode(False):
-            result = super().load_state_dict(state_dict, strict, assign)
+            return super().load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """What loading does to a cache, also where it is a part of the model that is loaded."""
+        _checks.check_state(self, state_dict, prefix, strict=False)
+        for name, chosen in zip(_checks.window_names(self, prefix), self._all_layers(), strict=False):
+            if name in state_dict and chosen.queries is None:
+                self._allocate_window(state_dict[name].shape[1])
+            elif chosen.queries is not None and _checks.holds_no_query(state_dict, prefix):
+                state_dict.setdefault(name, chosen.queries)  # saved before its first call: there is nothing to load
+        super()._load_from_state_dict(state_dict, prefix, *args)
         self._progress.restart()
-        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedKVCache:
         copied = self.__class__.__new__(self.__class__)

@@ -213,6 +213,38 @@ def test_a_state_of_another_size_is_refused_before_anything_is_copied():
     assert_same(cache, state)
 
 
+@pytest.mark.parametrize("other", [{"num_layers": 3}, {"num_layers": 1}], ids=str)
+def test_a_state_of_another_kind_is_refused_before_anything_is_copied(other):
+    cache, foreign = make(), make(**other)
+    feed(cache, 20)
+    feed(foreign, 5, seed=3)
+    state = snapshot(cache)
+    with pytest.raises(ValueError, match=r"state_dict must hold what the cache holds, but it lacks .* besides"):
+        cache.load_state_dict(foreign.state_dict())
+    assert_same(cache, state)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "in a model"])
+def test_a_state_loads_whichever_of_the_two_has_a_query_window(nested):
+    def loaded(cache: CompressedKVCache, state: dict[str, Tensor]) -> CompressedKVCache:
+        if nested:
+            torch.nn.ModuleList([cache]).load_state_dict({f"0.{name}": value for name, value in state.items()})
+        else:
+            cache.load_state_dict(state)
+        return cache
+
+    used, unused = make("expected_attention"), make("expected_attention")
+    feed(used, 20)
+    empty, full = unused.state_dict(), {name: value.clone() for name, value in used.state_dict().items()}
+    used.attend(0, *tokens(3))  # a call that stopped half-way is over
+    assert_same(loaded(used, empty), snapshot(make("expected_attention", num_heads=HEADS)))
+    assert_same(loaded(unused, full), snapshot(loaded(used, full)))
+    for seed in range(6):
+        feed(used, 1, seed)
+        feed(unused, 1, seed)
+    assert_same(unused, snapshot(used))
+
+
 # -- failures half-way ---------------------------------------------------------------------------------------------
 
 
