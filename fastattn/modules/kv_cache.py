@@ -341,6 +341,15 @@ class CompressedKVCache(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._progress.restart()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of pickle: what it makes under inference mode could not be written outside of it."""
+        super().__setstate__(state)
+        with torch.inference_mode(False):
+            for module in self.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and buffer.is_inference():
+                        module._buffers[name] = buffer.clone()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedKVCache:
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
