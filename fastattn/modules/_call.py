@@ -119,6 +119,7 @@ class Call:
             trailing = (self.position >= 0).all(0).flip(0).cumprod(0).sum()
             unbroken = torch.where(trailing == self.tokens, unbroken, trailing)
         compressed = (self.layer.lengths != before + real[:, None]).any()
+        self._no_way_back()
         cache._croppable.copy_(torch.where(compressed, 0, unbroken))
         cache.tokens_seen.add_(real)
         cache.columns.add_(self.tokens)
@@ -230,7 +231,7 @@ class Call:
             window = None if ring is None else _window.newest(*ring, cache.policy.query_window)
             scores = self._scores(work, 0, lambda: window, call)
             self._compress(work, scores, 0)
-        self._compressing(True)
+        self._no_way_back()
         slots = cache.capacity
         layer.keys.copy_(work.keys[:, :, :slots])
         layer.values.copy_(work.values[:, :, :slots])
@@ -240,7 +241,6 @@ class Call:
             layer.queries.copy_(ring[0])
             cache._query_index.copy_(ring[1])
             cache._query_positions.copy_(ring[2])
-        self._compressing(False)
 
     def _work_buffer(self) -> _WorkBuffer:
         layer, tokens = self.layer, self.tokens
@@ -337,7 +337,7 @@ class Call:
         return scores
 
     def _compress(self, layer: CacheLayer | _WorkBuffer, scores: Tensor, min_length: int) -> None:
-        self._compressing(True)
+        self._no_way_back()
         ops.cache_compact_(
             layer.keys,
             layer.values,
@@ -347,9 +347,8 @@ class Call:
             self.cache.budget,
             min_length=min_length,
         )
-        self._compressing(False)
 
-    def _compressing(self, active: bool) -> None:
-        """While buffers are rewritten a failure cannot be undone."""
+    def _no_way_back(self) -> None:
+        """From here on, until the call is over, a failure cannot be undone: what is not appended to is rewritten."""
         if not torch.compiler.is_compiling():
-            self.cache._progress.compressing = active
+            self.cache._progress.rewritten = True

@@ -23,12 +23,12 @@ class Progress:
     def __init__(self) -> None:
         self._next_layer = 0
         self._broken: str | None = None
-        self.compressing = False  # buffers are being rewritten: a failure now cannot be undone
+        self.rewritten = False  # this layer's buffers, or the counters: a failure now cannot be undone
         self.warned_nan = False
 
     def restart(self) -> None:
         """The cache is empty or freshly loaded."""
-        self._next_layer, self._broken, self.compressing = 0, None, False
+        self._next_layer, self._broken, self.rewritten = 0, None, False
 
     def require_complete(self) -> None:
         """Raise unless the last call went through all layers."""
@@ -54,14 +54,15 @@ class Progress:
         try:
             yield
         except BaseException as error:
-            if undo is None or self.compressing:
+            if undo is None or self.rewritten:
                 self._broken = f"layer {layer} failed with {type(error).__name__}"
-                self.compressing = False
             else:  # what was appended lies beyond the old lengths, new queries beyond the tokens seen
                 cache._layer(0).lengths.copy_(undo)
                 forget_beyond_lengths(cache._layer(0))
                 forget_from_(cache._query_index, cache._query_positions, cache.tokens_seen)
             raise
+        finally:
+            self.rewritten = False
         self._next_layer = (layer + 1) % cache.num_layers
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastattn import CompressedKVCache, ExpectedAttention, Knorm, Policy, Rotary, StreamingLLM
+from fastattn.modules._call import Call
 from fastattn.ops import reference
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -302,6 +303,30 @@ def test_a_failure_while_buffers_are_rewritten_makes_the_cache_invalid(monkeypat
     with pytest.raises(MemoryError):
         feed(cache, 30)
     with pytest.raises(RuntimeError, match="invalid since layer 0 failed with MemoryError"):
+        feed(cache, 1)
+
+
+@pytest.mark.parametrize("count", [1, 30], ids=["step", "prompt"])
+def test_a_failure_after_buffers_were_rewritten_makes_the_cache_invalid(monkeypatch, count):
+    cache = make(num_layers=1)
+    feed(cache, 16)
+    for seed in range(3):
+        feed(cache, 1, seed)
+    with monkeypatch.context() as patch:
+        patch.setattr(Call, "_advance_counters", lambda *a: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            feed(cache, count)
+    with pytest.raises(RuntimeError, match="invalid since layer 0 failed with MemoryError"):
+        feed(cache, 1)
+
+
+def test_a_failure_between_counters_makes_the_cache_invalid(monkeypatch):
+    cache = make(num_layers=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "columns", None)
+        with pytest.raises(AttributeError):
+            feed(cache, 3)
+    with pytest.raises(RuntimeError, match="invalid since layer 0 failed with AttributeError"):
         feed(cache, 1)
 
 
