@@ -172,7 +172,7 @@ def score_expected_attention(
     groups = statistic.shape[1] // kv_heads
     key = key[:, :, None]  # [B, Hkv, 1, C, D]
     if query_samples is not None:
-        samples = query_samples.view(batch, kv_heads, groups, -1, dim)
+        samples = query_samples.view(batch, kv_heads, groups, query_samples.shape[2], dim)
         logits = scale * samples @ key.mT  # [B, Hkv, G, N, C]
         z = logits.mean(3) + logits.var(3, correction=0) / 2
     else:

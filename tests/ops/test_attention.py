@@ -178,3 +178,17 @@ def test_pieces_cover_exactly_the_visible_keys_once(queries: int, keys: int, fir
         covered[q0:q1, k0:k1] += block.tril() if causal else block
     visible = torch.arange(keys) < torch.arange(queries)[:, None] + first
     assert torch.equal(covered, visible.float())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_of_no_dims_score_every_key_zero(causal: bool) -> None:
+    query, key, value = draw.normal(1, 4, 3, 0), draw.normal(1, 2, 5, 0), draw.normal(1, 2, 5, 8).requires_grad_()
+    actual = ops.attention(query, key, value, causal=causal, return_lse=True)
+    expected = reference.attention(query, key, value, causal=causal, scale=1.0, return_lse=True)
+    torch.testing.assert_close(actual, expected)
+    grads = [torch.autograd.grad(out.sum(), value)[0] for out, _ in (actual, expected)]
+    torch.testing.assert_close(*grads)
+    lengths = torch.tensor([[5, 3]], dtype=torch.int32)
+    decoded = ops.decode_attention(query, key, value.detach(), lengths, causal=causal, return_lse=True)
+    expected = reference.decode_attention(query, key, value, lengths, causal=causal, scale=1.0, return_lse=True)
+    torch.testing.assert_close(decoded, expected)

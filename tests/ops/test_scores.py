@@ -502,3 +502,10 @@ def test_statistics_are_not_rounded_by_autocast(name: str, dtype: torch.dtype) -
     with torch.autocast("cpu", dtype):
         inside = getattr(ops, name)(**good)
     torch.testing.assert_close(inside, exact, rtol=0, atol=0)
+
+
+def test_the_definition_takes_no_rows() -> None:
+    none = {name: value[:0] if isinstance(value, Tensor) else value for name, value in arguments(EA).items()}
+    del none["query_mean"], none["query_cov"]
+    none["query_samples"] = torch.ones(0, 4, 3, 16)
+    assert reference.score_expected_attention(**none).shape == ops.score_expected_attention(**none).shape == (0, 2, 12)
