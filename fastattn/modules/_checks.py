@@ -16,6 +16,8 @@ from fastattn.ops import _checks as check
 if TYPE_CHECKING:
     from fastattn.modules.kv_cache import CompressedKVCache
 
+_LAST_POSITION = 2**31 - 1
+
 
 class Progress:
     """How far a cache's current call has come. Eager mode keeps it; compiled graphs leave it alone."""
@@ -110,10 +112,11 @@ def check_state(cache: CompressedKVCache, state: Mapping[str, Any], prefix: str,
             heads = cache.num_heads or state[name].shape[1]
             shapes[name] = [batch, heads, cache._query_index.shape[1] + 1, dim]
     for name, expected in shapes.items():
-        if name in state and list(getattr(state[name], "shape", ())) != expected:
+        actual = list(getattr(state.get(name), "shape", ()))
+        if name in state and actual != expected:
             raise ValueError(
-                f"state_dict must hold {name} of shape {expected}, got {list(state[name].shape)}: it was saved from a "
-                "cache of another size"
+                f"state_dict must hold {name} of shape {expected}, got {actual}: it was saved from a cache of another "
+                "size"
             )
     optional = windows if holds_no_query(state, prefix) else []
     missing = [name for name in shapes if name not in state and name not in optional]
@@ -218,8 +221,11 @@ def _check_values(cache: CompressedKVCache, position_ids: Tensor | None, attenti
     if attention_mask is None:
         attention_mask = torch.ones_like(position_ids, dtype=torch.bool)
     position_ids = position_ids.expand(attention_mask.shape[0], -1)
-    if bool((position_ids.masked_fill(~attention_mask, 0) < 0).any()):
+    real_ids = position_ids.masked_fill(~attention_mask, 0)
+    if bool((real_ids < 0).any()):
         raise ValueError("position_ids must not be negative at real tokens")
+    if bool((real_ids > _LAST_POSITION).any()):  # they are kept as int32
+        raise ValueError(f"position_ids must be at most {_LAST_POSITION}, got {int(real_ids.max())}")
     both = attention_mask[:, 1:] & attention_mask[:, :-1]
     falling = both & (position_ids[:, 1:] <= position_ids[:, :-1])
     if bool(falling.any()):

@@ -14,7 +14,7 @@ from fastattn.modules._call import CacheLayer, Call, forget_beyond_lengths
 from fastattn.modules._window import forget_from_
 from fastattn.modules.policies import Policy, resolve_policy
 from fastattn.modules.rotary import Rotary
-from fastattn.ops._checks import check_count
+from fastattn.ops._checks import FLOATS, check_count
 
 
 class CompressedKVCache(nn.Module):
@@ -106,8 +106,12 @@ class CompressedKVCache(nn.Module):
             raise ValueError(f"rotary must be given: {type(policy).__name__} needs the model's rotation, got None")
         if rotary is not None and rotary.end > head_dim:
             raise ValueError(f"rotary must rotate dims within head_dim {head_dim}, got dims up to {rotary.end}")
-        if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"dtype must be a floating dtype, got {dtype}")
+        if dtype is not None and dtype not in FLOATS:
+            raise TypeError(f"dtype must be torch.float16, bfloat16, float32 or float64, got {dtype!r}")
+        if num_heads is not None:
+            check_count("num_heads", num_heads, 1)
+            if num_heads % num_kv_heads:
+                raise ValueError(f"num_heads must be a multiple of num_kv_heads {num_kv_heads}, got {num_heads}")
         policy.check(budget)
 
         self.policy = policy
@@ -140,7 +144,6 @@ class CompressedKVCache(nn.Module):
             self.register_buffer("_query_index", empty)
             self.register_buffer("_query_positions", empty.to(torch.int32))
         if ring and num_heads is not None:
-            check_count("num_heads", num_heads, 1)
             self._allocate_window(num_heads)
         self.num_heads = num_heads
         self._progress = _checks.Progress()

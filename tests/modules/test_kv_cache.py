@@ -367,7 +367,12 @@ def test_a_call_that_stopped_between_layers_is_noticed():
         ({"rotary": Rotary(torch.ones(5))}, ValueError, "within head_dim 8, got dims up to 10"),
         ({"latent_rank": 6}, ValueError, "num_kv_heads must be 1 for a latent cache, got 2"),
         ({"latent_rank": 9, "num_kv_heads": 1}, ValueError, "latent_rank must be at most head_dim 8, got 9"),
-        ({"dtype": torch.int32}, TypeError, "dtype must be a floating dtype, got torch.int32"),
+        ({"dtype": torch.int32}, TypeError, "dtype must be torch.float16, .* got torch.int32"),
+        ({"dtype": "float16"}, TypeError, "dtype must be torch.float16, .* got 'float16'"),
+        ({"dtype": torch.float8_e5m2}, TypeError, "dtype must be torch.float16, .* got torch.float8_e5m2"),
+        ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
+        ({"num_heads": "4"}, TypeError, "num_heads must be an integer, got str"),
+        ({"num_heads": 3}, ValueError, "num_heads must be a multiple of num_kv_heads 2, got 3"),
     ],
 )
 def test_bad_construction(options, error, message):
@@ -407,6 +412,7 @@ def _bad_calls():
         ({"position_ids": ids.float()}, TypeError, "position_ids must be integers, got torch.float32"),
         ({"position_ids": ids.flip(1)}, ValueError, "position_ids must rise .* got 2 then 1 in row 0"),
         ({"position_ids": ids - 1}, ValueError, "position_ids must not be negative"),
+        ({"position_ids": ids + 2**31 - 2}, ValueError, "position_ids must be at most 2147483647, got 2147483648"),
         ({"position_ids": ids}, ValueError, "position_ids must go on after the cached tokens, got 0 in row 0 after 1"),
         ({"scale": "1"}, TypeError, "scale must be a float or None, got str"),
         ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
