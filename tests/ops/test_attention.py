@@ -161,6 +161,14 @@ def test_a_row_of_a_batch_gives_what_it_gives_alone() -> None:
         torch.testing.assert_close(together[one], alone, rtol=0, atol=1e-6)
 
 
+def test_a_second_derivative_is_refused() -> None:
+    query = draw.normal(1, 2, 3, 8).requires_grad_()
+    out = ops.attention(query, query, query)
+    (grad,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="attention has no second derivative"):
+        (query.sum() + grad.square().sum()).backward()
+
+
 def test_lse_carries_no_gradient() -> None:
     query = draw.normal(1, 1, 2, 4).requires_grad_()
     _, lse = ops.attention(query, query, query, return_lse=True)
