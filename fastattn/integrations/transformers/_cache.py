@@ -49,7 +49,8 @@ def compressed_cache(
         interval: decode steps between two compressions.
         max_step: most tokens of a call that counts as a decode step. Above 1 the cache is made for assisted decoding:
             it can be cropped while nothing has been evicted since, and ``generate`` does not compile over it.
-        dtype: of the cache; must be the dtype of the model's keys, which is the default.
+        dtype: of the cache; must be the dtype of the model's keys, which is the default. Under autocast it may be any:
+            queries, keys and values are cast to it.
 
     Returns:
         A transformers ``Cache``; its attribute ``kv`` is the :class:`~fastattn.CompressedKVCache`.
@@ -111,6 +112,9 @@ class CompressedCache(CarriedCache):
             return attend_before(module, query, key, value, attention_mask, arguments)
         check_arguments(arguments)
         mask, position_ids = new_token_mask(attention_mask), arguments.get("position_ids")
+        if torch.is_autocast_enabled(query.device.type):
+            # Projections come in autocast's dtype, what was rotated or normed in a wider one. Attention casts there.
+            query, key, value = (part.to(self.kv.dtype) for part in (query, key, value))
         out = self.kv.attend(
             slot,
             query,
