@@ -90,6 +90,7 @@ class CompressedKVCache(nn.Module):
         }
         for name, value in counts.items():
             check_count(name, value, 1)
+        check_count("policy.query_window", policy.query_window, 0)
         if latent_rank is not None:
             check_count("latent_rank", latent_rank, 1)
             if num_kv_heads != 1:

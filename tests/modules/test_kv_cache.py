@@ -381,6 +381,14 @@ def test_bad_construction(options, error, message):
         make(options.pop("policy"), options.pop("budget"), **options)
 
 
+@pytest.mark.parametrize(("window", "error"), [(-1, ValueError), (2.5, TypeError)])
+def test_the_query_window_of_a_policy_is_a_count(window, error):
+    policy = Failing(at=0)
+    policy.query_window = window
+    with pytest.raises(error, match=r"policy\.query_window must be .* got"):
+        make(policy)
+
+
 def _bad_calls():
     q, k, v = tokens(3, batch=2)
     mask = torch.ones(2, 3, dtype=torch.bool)
