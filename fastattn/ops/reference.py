@@ -110,7 +110,9 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     stacked = torch.stack(list(lses))
     lse = torch.logsumexp(stacked, dim=0)
     weights = torch.exp(stacked - lse.masked_fill(lse == float("-inf"), 0.0))
-    out = sum(weight[..., None] * _wide(part) for weight, part in zip(weights, outs, strict=True))
+    seen = (stacked > float("-inf"))[..., None]
+    parts = [_wide(part).masked_fill(~some, 0.0) for part, some in zip(outs, seen, strict=True)]
+    out = sum(weight[..., None] * part for weight, part in zip(weights, parts, strict=True))
     assert isinstance(out, Tensor)
     return out.to(outs[0].dtype), lse
 
