@@ -34,7 +34,10 @@ def calls(draw_: Any, slots: int = 80) -> tuple[Tensor, Tensor, Tensor, Tensor, 
     return query, key, value, lengths, options
 
 
-def check(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, options: dict[str, Any]) -> None:
+def check(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, options: dict[str, Any], *, orders: int = 1
+) -> None:
+    """Hold the operator to the definition; of plain PyTorch in ``orders`` orders of the head dims the worst counts."""
     out, lse = ops.decode_attention(query, key, value, lengths, return_lse=True, **options)
     exact, exact_lse = reference.decode_attention(
         query.double(), key.double(), value.double(), lengths, return_lse=True, **options
@@ -42,7 +45,13 @@ def check(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, options: d
     scale = query.shape[3] ** -0.5 if options["scale"] is None else options["scale"]
     groups = query.shape[1] // key.shape[1]
     visible = plain.visible_in_cache(query.shape[2], key.shape[2], lengths, options["causal"], groups)
-    assert_within_budget(out, exact, plain.attention(query, key, value, visible, scale)[0], "out")
+    shuffles: list[Any] = [slice(None)]
+    shuffles += [
+        torch.randperm(query.shape[3], generator=torch.Generator().manual_seed(seed)) for seed in range(orders - 1)
+    ]
+    plains = [plain.attention(query[..., s], key[..., s], value, visible, scale)[0] for s in shuffles]
+    worst = max(plains, key=lambda one: (one - exact).abs().max().item()) if orders > 1 else plains[0]
+    assert_within_budget(out, exact, worst, "out")
     norms = [t.double().nan_to_num().norm(dim=-1).flatten() for t in (query, key)]
     largest = abs(scale) * norms[0].max().item() * norms[1].max().item() if norms[0].numel() * norms[1].numel() else 0.0
     assert_lse(lse, exact_lse, query.dtype, largest)
@@ -80,10 +89,15 @@ def test_long_caches(dtype: torch.dtype, batch: int, kv_heads: int, groups: int,
 
 
 def test_large_scores_do_not_overflow() -> None:
-    """Fault class: fp16 overflow in a score. Scores reach several hundred, beyond what exp of half precision holds."""
+    """Fault class: fp16 overflow in a score. Scores reach thousands, beyond what exp of half precision holds.
+
+    Rounding such a score in float32 moves its exponential by parts in ten thousand: how far one order of summation is
+    off is chance, and differs between machines.
+    """
+    lengths = torch.tensor([[1200]], dtype=torch.int32)
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         query, key, value = example(dtype, 1, 1, 4, 2, 1200, (16, 16))
-        check(query * 30, key * 30, value, torch.tensor([[1200]], dtype=torch.int32), {"causal": True, "scale": None})
+        check(query * 30, key * 30, value, lengths, {"causal": True, "scale": None}, orders=5)
 
 
 def test_ragged_heads_and_an_empty_row() -> None:
