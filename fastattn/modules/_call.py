@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fastattn import ops
 from fastattn.modules import _window
 from fastattn.modules.policies import CacheState, QueryWindow
-from fastattn.ops._checks import checks_values, resolve_scale
+from fastattn.ops._checks import resolve_scale
 
 if TYPE_CHECKING:
     from fastattn.modules.kv_cache import CompressedKVCache
@@ -81,7 +81,9 @@ class Call:
         self.query, self.key, self.value = query, key, value
         self.tokens = key.shape[2]
         self.scale = resolve_scale(scale, cache.head_dim)
-        self.on_host = checks_values(key)  # the host may look at values without waiting for a device
+        self.compiling = torch.compiler.is_compiling()
+        # The host may look at values without waiting for a device.
+        self.on_host = key.device.type == "cpu" and not self.compiling
         if attention_mask is not None and self.on_host and bool(attention_mask.all()):
             attention_mask = None
         self.mask = attention_mask
@@ -350,5 +352,5 @@ class Call:
 
     def _no_way_back(self) -> None:
         """From here on, until the call is over, a failure cannot be undone: what is not appended to is rewritten."""
-        if not torch.compiler.is_compiling():
+        if not self.compiling:
             self.cache._progress.rewritten = True

@@ -175,7 +175,6 @@ def check_arguments(
         if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
             raise TypeError(f"position_ids must be integers, got {position_ids.dtype}")
     if layer == 0 and check.checks_values(key):
-        cache._progress.require_complete()  # what is cached is compared with what comes
         _check_values(cache, position_ids, attention_mask)
 
 
@@ -234,6 +233,7 @@ def _check_values(cache: CompressedKVCache, position_ids: Tensor | None, attenti
         raise ValueError(f"position_ids must rise over a row's real tokens, got {pair[0]} then {pair[1]} in row {row}")
     if position_ids.shape[1] == 0:
         return
+    cache._progress.require_complete()  # else what is cached says nothing
     newest = cache.positions(0).flatten(1).amax(1)
     first = position_ids.masked_fill(~attention_mask, torch.iinfo(position_ids.dtype).max).amin(1).expand_as(newest)
     behind = attention_mask.any(1) & (first <= newest)
