@@ -89,6 +89,7 @@ class Call:
         self.query, self.key, self.value = query, key, value
         self.tokens = key.shape[2]
         self.scale = resolve_scale(scale if scale is None else fixed(scale), cache.head_dim)
+        self.compiling = torch.compiler.is_compiling()
         self.on_host = checks_values(key)  # the host may look at values without waiting for a device
         if attention_mask is not None and self.on_host and bool(attention_mask.all()):
             attention_mask = None
@@ -127,6 +128,7 @@ class Call:
             trailing = (self.position >= 0).all(0).flip(0).cumprod(0).sum()
             unbroken = torch.where(trailing == self.tokens, unbroken, trailing)
         compressed = (self.layer.lengths != before + real[:, None]).any()
+        self._no_way_back()
         cache._croppable.copy_(torch.where(compressed, 0, unbroken))
         cache.tokens_seen.add_(real)
         cache.columns.add_(self.tokens)
@@ -240,7 +242,7 @@ class Call:
             with _without_autocast(self.key.device.type):
                 scores = self._scores(work, 0, lambda: window, call)
             self._compress(work, scores, 0)
-        self._compressing(True)
+        self._no_way_back()
         slots = cache.capacity
         layer.keys.copy_(work.keys[:, :, :slots])
         layer.values.copy_(work.values[:, :, :slots])
@@ -250,7 +252,6 @@ class Call:
             layer.queries.copy_(ring[0])
             cache._query_index.copy_(ring[1])
             cache._query_positions.copy_(ring[2])
-        self._compressing(False)
 
     def _work_buffer(self) -> _WorkBuffer:
         layer, tokens = self.layer, self.tokens
@@ -339,14 +340,15 @@ class Call:
         progress = self.cache._progress
         if not self.on_host or progress.warned_nan:
             return scores
-        valid = torch.arange(shape[2]) < layer.lengths[..., None]  # beyond, a score may be anything
+        # Beyond the lengths a score may be anything.
+        valid = torch.arange(shape[2], device=layer.lengths.device) < layer.lengths[..., None]
         if bool((scores.isnan() & valid).any()):
             progress.warned_nan = True
             warnings.warn(f"{name} returned NaN; tokens with a NaN score rank lowest", stacklevel=2)
         return scores
 
     def _compress(self, layer: CacheLayer | _WorkBuffer, scores: Tensor, min_length: int) -> None:
-        self._compressing(True)
+        self._no_way_back()
         ops.cache_compact_(
             layer.keys,
             layer.values,
@@ -356,9 +358,8 @@ class Call:
             self.cache.budget,
             min_length=min_length,
         )
-        self._compressing(False)
 
-    def _compressing(self, active: bool) -> None:
-        """While buffers are rewritten a failure cannot be undone."""
-        if not torch.compiler.is_compiling():
-            self.cache._progress.compressing = active
+    def _no_way_back(self) -> None:
+        """From here on, until the call is over, a failure cannot be undone: what is not appended to is rewritten."""
+        if not self.compiling:
+            self.cache._progress.rewritten = True

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from fastattn.ops import _checks as check
 if TYPE_CHECKING:
     from fastattn.modules.kv_cache import CompressedKVCache
 
+_LAST_POSITION = 2**31 - 1
+
 
 class Progress:
     """How far a cache's current call has come. Eager mode keeps it; compiled graphs leave it alone."""
@@ -23,12 +25,12 @@ class Progress:
     def __init__(self) -> None:
         self._next_layer = 0
         self._broken: str | None = None
-        self.compressing = False  # buffers are being rewritten: a failure now cannot be undone
+        self.rewritten = False  # this layer's buffers, or the counters: a failure now cannot be undone
         self.warned_nan = False
 
     def restart(self) -> None:
         """The cache is empty or freshly loaded."""
-        self._next_layer, self._broken, self.compressing = 0, None, False
+        self._next_layer, self._broken, self.rewritten = 0, None, False
 
     def require_complete(self) -> None:
         """Raise unless the last call went through all layers."""
@@ -54,14 +56,15 @@ class Progress:
         try:
             yield
         except BaseException as error:
-            if undo is None or self.compressing:
+            if undo is None or self.rewritten:
                 self._broken = f"layer {layer} failed with {type(error).__name__}"
-                self.compressing = False
             else:  # what was appended lies beyond the old lengths, new queries beyond the tokens seen
                 cache._layer(0).lengths.copy_(undo)
                 forget_beyond_lengths(cache._layer(0))
                 forget_from_(cache._query_index, cache._query_positions, cache.tokens_seen)
             raise
+        finally:
+            self.rewritten = False
         self._next_layer = (layer + 1) % cache.num_layers
 
 
@@ -83,6 +86,46 @@ def row_index(cache: CompressedKVCache, index: Tensor) -> Tensor:
     if index.device.type == "cpu" and index.numel() and not bool(((index >= 0) & (index < rows)).all()):
         raise ValueError(f"index must name rows 0..{rows - 1}, got {index.tolist()}")
     return index.to(cache.device, torch.int64)
+
+
+def window_names(cache: CompressedKVCache, prefix: str) -> list[str]:
+    """What the layers' query windows are called in a state; none where the policy keeps no queries."""
+    return [f"{prefix}layers.{layer}.queries" for layer in range(cache.num_layers)] if cache.needs_queries else []
+
+
+def holds_no_query(state: Mapping[str, Any], prefix: str) -> bool:
+    """Whether ``state`` says that no slot of the query window is filled."""
+    index = state.get(f"{prefix}_query_index")
+    return index is not None and not bool((index >= 0).any())
+
+
+def check_state(cache: CompressedKVCache, state: Mapping[str, Any], prefix: str, strict: bool) -> None:
+    """``state``, whose names begin with ``prefix``, fits the cache: shapes and, if ``strict``, names.
+
+    An empty query window that only one of the two has is no difference: it comes with the first call.
+    """
+    shapes = {f"{prefix}{name}": list(getattr(value, "shape", ())) for name, value in cache.state_dict().items()}
+    windows = window_names(cache, prefix)
+    batch, _, _, dim = cache.keys(0).shape
+    for name in windows:
+        if name in state and name not in shapes:
+            heads = cache.num_heads or state[name].shape[1]
+            shapes[name] = [batch, heads, cache._query_index.shape[1] + 1, dim]
+    for name, expected in shapes.items():
+        actual = list(getattr(state.get(name), "shape", ()))
+        if name in state and actual != expected:
+            raise ValueError(
+                f"state_dict must hold {name} of shape {expected}, got {actual}: it was saved from a cache of another "
+                "size"
+            )
+    optional = windows if holds_no_query(state, prefix) else []
+    missing = [name for name in shapes if name not in state and name not in optional]
+    unexpected = [name for name in state if name not in shapes]
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"state_dict must hold what the cache holds, but it lacks {missing} and has {unexpected} besides: it was "
+            "saved from another kind of cache"
+        )
 
 
 def check_arguments(
@@ -132,7 +175,7 @@ def check_arguments(
         if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
             raise TypeError(f"position_ids must be integers, got {position_ids.dtype}")
     if layer == 0 and check.checks_values(key):
-        _check_values(position_ids, attention_mask)
+        _check_values(cache, position_ids, attention_mask)
 
 
 def _check_new(
@@ -162,8 +205,8 @@ def _check_per_token(
         raise ValueError(f"{name} must be on the cache's device {cache.device}, got {new.device}")
 
 
-def _check_values(position_ids: Tensor | None, attention_mask: Tensor | None) -> None:
-    """Real tokens are contiguous and their positions rise."""
+def _check_values(cache: CompressedKVCache, position_ids: Tensor | None, attention_mask: Tensor | None) -> None:
+    """Real tokens are contiguous and their positions rise, on from those in the cache."""
     if attention_mask is not None and attention_mask.shape[1] > 1:
         starts = attention_mask[:, 1:] & ~attention_mask[:, :-1]
         runs = starts.sum(1) + attention_mask[:, 0]
@@ -177,11 +220,26 @@ def _check_values(position_ids: Tensor | None, attention_mask: Tensor | None) ->
     if attention_mask is None:
         attention_mask = torch.ones_like(position_ids, dtype=torch.bool)
     position_ids = position_ids.expand(attention_mask.shape[0], -1)
-    if bool((position_ids.masked_fill(~attention_mask, 0) < 0).any()):
+    real_ids = position_ids.masked_fill(~attention_mask, 0)
+    if bool((real_ids < 0).any()):
         raise ValueError("position_ids must not be negative at real tokens")
+    if bool((real_ids > _LAST_POSITION).any()):  # they are kept as int32
+        raise ValueError(f"position_ids must be at most {_LAST_POSITION}, got {int(real_ids.max())}")
     both = attention_mask[:, 1:] & attention_mask[:, :-1]
     falling = both & (position_ids[:, 1:] <= position_ids[:, :-1])
     if bool(falling.any()):
         row, column = falling.nonzero()[0].tolist()
         pair = position_ids[row, column : column + 2].tolist()
         raise ValueError(f"position_ids must rise over a row's real tokens, got {pair[0]} then {pair[1]} in row {row}")
+    if position_ids.shape[1] == 0:
+        return
+    cache._progress.require_complete()  # else what is cached says nothing
+    newest = cache.positions(0).flatten(1).amax(1)
+    first = position_ids.masked_fill(~attention_mask, torch.iinfo(position_ids.dtype).max).amin(1).expand_as(newest)
+    behind = attention_mask.any(1) & (first <= newest)
+    if bool(behind.any()):
+        row = int(behind.nonzero()[0])
+        raise ValueError(
+            f"position_ids must go on after the cached tokens, got {int(first[row])} in row {row} after "
+            f"{int(newest[row])}: pass what is new, not the whole history, or reset() the cache"
+        )

@@ -14,7 +14,7 @@ from fastattn.modules._call import CacheLayer, Call, forget_beyond_lengths
 from fastattn.modules._window import forget_from_
 from fastattn.modules.policies import Policy, resolve_policy
 from fastattn.modules.rotary import Rotary
-from fastattn.ops._checks import check_count
+from fastattn.ops._checks import FLOATS, check_count
 
 
 class CompressedKVCache(nn.Module):
@@ -90,6 +90,7 @@ class CompressedKVCache(nn.Module):
         }
         for name, value in counts.items():
             check_count(name, value, 1)
+        check_count("policy.query_window", policy.query_window, 0)
         if latent_rank is not None:
             check_count("latent_rank", latent_rank, 1)
             if num_kv_heads != 1:
@@ -106,8 +107,12 @@ class CompressedKVCache(nn.Module):
             raise ValueError(f"rotary must be given: {type(policy).__name__} needs the model's rotation, got None")
         if rotary is not None and rotary.end > head_dim:
             raise ValueError(f"rotary must rotate dims within head_dim {head_dim}, got dims up to {rotary.end}")
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"dtype must be a floating torch.dtype or None, got {dtype!r}")
+        if dtype is not None and dtype not in FLOATS:
+            raise TypeError(f"dtype must be torch.float16, bfloat16, float32 or float64, got {dtype!r}")
+        if num_heads is not None:
+            check_count("num_heads", num_heads, 1)
+            if num_heads % num_kv_heads:
+                raise ValueError(f"num_heads must be a multiple of num_kv_heads {num_kv_heads}, got {num_heads}")
         policy.check(budget)
 
         self.policy = policy
@@ -116,7 +121,6 @@ class CompressedKVCache(nn.Module):
         self.head_dim, self.v_head_dim, self.latent_rank = head_dim, v_head_dim, latent_rank
         self.capacity = budget + interval + max_step - 1
         with torch.inference_mode(False):  # buffers made under inference mode could not be written outside of it
-            self.rotary = None if rotary is None else copy.deepcopy(rotary).to(device)
             self.layers = nn.ModuleList(
                 CacheLayer(
                     batch_size,
@@ -130,6 +134,7 @@ class CompressedKVCache(nn.Module):
                 for _ in range(num_layers)
             )
             kwargs: dict[str, Any] = {"device": device}
+            self.rotary = None if rotary is None else copy.deepcopy(rotary).to(self.device)
             self.register_buffer("tokens_seen", torch.zeros(batch_size, dtype=torch.int64, **kwargs))
             self.register_buffer("columns", torch.zeros((), dtype=torch.int64, **kwargs))
             # Newest columns that crop() may take back: real for every row, and no compression since.
@@ -140,7 +145,6 @@ class CompressedKVCache(nn.Module):
             self.register_buffer("_query_index", empty)
             self.register_buffer("_query_positions", empty.to(torch.int32))
         if ring and num_heads is not None:
-            check_count("num_heads", num_heads, 1)
             self._allocate_window(num_heads)
         self.num_heads = num_heads
         self._progress = _checks.Progress()
@@ -169,8 +173,8 @@ class CompressedKVCache(nn.Module):
                 have the cache's dtype.
             key: ``[B, Hkv, T, Dk]``, rotated.
             value: ``[B, Hkv, T, Dv]``; None for a latent cache.
-            position_ids: integers ``[B, T]`` (or ``[1, T]``), rising over a row's real tokens; by default each row's
-                real tokens are counted.
+            position_ids: integers ``[B, T]`` (or ``[1, T]``), rising over a row's real tokens, on from those in the
+                cache; by default each row's real tokens are counted.
             attention_mask: bool ``[B, T]``, False for padding; a row's real tokens are contiguous.
             scale: softmax scale, ``Dk ** -0.5`` by default; a latent cache must be given its own.
 
@@ -342,22 +346,30 @@ class CompressedKVCache(nn.Module):
     # -- module machinery --------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As ``nn.Module``'s, but refuses a state of other shapes before copying anything."""
-        own = self.state_dict()
-        window = next((k for k in state_dict if k.endswith(".queries")), None)
-        if window is not None and window not in own and self.needs_queries:
-            self._allocate_window(state_dict[window].shape[1])
-            own = self.state_dict()
-        for name, saved in state_dict.items():
-            if name in own and own[name].shape != saved.shape:
-                raise ValueError(
-                    f"state_dict must hold {name} of shape {list(own[name].shape)}, got {list(saved.shape)}: it was "
-                    "saved from a cache of another size"
-                )
+        """As ``nn.Module``'s, but refuses a state of other shapes, or names if ``strict``, before copying anything."""
+        _checks.check_state(self, state_dict, "", strict)
         with torch.inference_mode(False):
-            result = super().load_state_dict(state_dict, strict, assign)
+            return super().load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """What loading does to a cache, also where it is a part of the model that is loaded."""
+        _checks.check_state(self, state_dict, prefix, strict=False)
+        for name, chosen in zip(_checks.window_names(self, prefix), self._all_layers(), strict=False):
+            if name in state_dict and chosen.queries is None:
+                self._allocate_window(state_dict[name].shape[1])
+            elif chosen.queries is not None and _checks.holds_no_query(state_dict, prefix):
+                state_dict.setdefault(name, chosen.queries)  # saved before its first call: there is nothing to load
+        super()._load_from_state_dict(state_dict, prefix, *args)
         self._progress.restart()
-        return result
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of pickle: what it makes under inference mode could not be written outside of it."""
+        super().__setstate__(state)
+        with torch.inference_mode(False):
+            for module in self.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and buffer.is_inference():
+                        module._buffers[name] = buffer.clone()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedKVCache:
         copied = self.__class__.__new__(self.__class__)

@@ -49,6 +49,7 @@ def attention(
     Raises:
         TypeError: an argument of another type, or mixed dtypes.
         ValueError: shapes, heads or devices that do not fit.
+        RuntimeError: where its gradient is differentiated once more.
     """
     check.check_tensor("query", query, "B H Sq Dqk")
     check.check_tensor("key", key, "B Hkv Sk Dqk")
@@ -119,6 +120,10 @@ def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Any,
     return (*grads, None, None, None, None)
 
 
+def _second_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    raise RuntimeError("attention has no second derivative: its gradient cannot be differentiated (create_graph=True)")
+
+
 ATTENTION = register(
     "attention",
     "(Tensor query, Tensor key, Tensor value, bool causal, float scale, Tensor? key_start, Tensor? lengths)"
@@ -136,3 +141,4 @@ ATTENTION_BACKWARD = register(
     fake=_fake_backward,
 )
 register_backward("attention", _backward, _setup_context)
+register_backward("attention_backward", _second_backward, lambda ctx, inputs, output: None)

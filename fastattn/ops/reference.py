@@ -110,7 +110,9 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     stacked = torch.stack(list(lses))
     lse = torch.logsumexp(stacked, dim=0)
     weights = torch.exp(stacked - lse.masked_fill(lse == float("-inf"), 0.0))
-    out = sum(weight[..., None] * _wide(part) for weight, part in zip(weights, outs, strict=True))
+    seen = (stacked > float("-inf"))[..., None]
+    parts = [_wide(part).masked_fill(~some, 0.0) for part, some in zip(outs, seen, strict=True)]
+    out = sum(weight[..., None] * part for weight, part in zip(weights, parts, strict=True))
     assert isinstance(out, Tensor)
     return out.to(outs[0].dtype), lse
 
@@ -172,7 +174,7 @@ def score_expected_attention(
     groups = statistic.shape[1] // kv_heads
     key = key[:, :, None]  # [B, Hkv, 1, C, D]
     if query_samples is not None:
-        samples = query_samples.view(batch, kv_heads, groups, -1, dim)
+        samples = query_samples.view(batch, kv_heads, groups, query_samples.shape[2], dim)
         logits = scale * samples @ key.mT  # [B, Hkv, G, N, C]
         z = logits.mean(3) + logits.var(3, correction=0) / 2
     else:

@@ -90,3 +90,13 @@ def test_from_pretrained_brings_the_frequencies_of_a_users_own_model(given: bool
     assert torch.equal(loaded.attention(hidden), model.attention(hidden))
     mine, theirs = (each.attention.make_cache("knorm", 4).rotary for each in (loaded, model))
     assert torch.equal(mine.inv_freq, theirs.inv_freq)
+
+
+def test_a_history_passed_again_is_not_cached_twice() -> None:
+    model, tokens = converted(), token_ids(1, 20, seed=4).clamp(min=3)
+    cache = compressed_cache(model, "key_diff", budget=64)
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+        with pytest.raises(ValueError, match="must go on after the cached tokens, got 0 in row 0 after 19"):
+            model(tokens, position_ids=torch.arange(20)[None], past_key_values=cache)
+    assert cache.kv.tokens_seen.tolist() == [20]

@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache
 
 from fastattn.integrations.transformers import compressed_cache, prefill
+from tests._helpers.budget import assert_within_budget
 from tests._helpers.hf_models import FAMILIES, distinct_tokens, make_model, ragged_prompt
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")]
@@ -234,6 +235,48 @@ def test_a_second_prompt_on_a_reset_cache_starts_anew():
     greedy(model, ids, attention_mask=mask, past_key_values=cache)
     cache.reset()
     assert torch.equal(greedy(model, other, attention_mask=other_mask, past_key_values=cache), fresh)
+
+
+def test_models_that_share_a_configuration_are_each_served():
+    first = make_model("llama")
+    second, lone = type(first)(first.config).eval(), make_model("llama")
+    lone.load_state_dict(second.state_dict())
+    ids = ragged_prompt()[0][:1]
+    for model, plain in ((first, make_model("llama")), (second, lone)):
+        cache = compressed_cache(model, "key_diff", 128)
+        assert torch.equal(greedy(model, ids, past_key_values=cache), greedy(plain, ids))
+        assert cache.get_seq_length() == 51
+        assert torch.equal(greedy(model, ids), greedy(plain, ids))
+
+
+def test_the_default_device_is_not_taken_for_the_model_s():
+    model = make_model("llama")
+    with torch.device("meta"):
+        cache = compressed_cache(model, "expected_attention", 16)
+    ids = ragged_prompt()[0][:1]
+    assert torch.equal(
+        prefill(model, ids, cache), prefill(model, ids, compressed_cache(model, "expected_attention", 16))
+    )
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_autocast_rounds_no_more_than_with_the_default_cache(dtype, made_inside):
+    model, ids = make_model("llama"), ragged_prompt()[0][:1]
+
+    def logits(model, cache):
+        steps = [model(part, past_key_values=cache).logits for part in (ids[:, :32], *ids[:, 32:].split(1, dim=1))]
+        return torch.cat(steps, dim=1)
+
+    with torch.no_grad():
+        exact = logits(make_model("llama").double(), DynamicCache())
+        with torch.autocast("cpu", torch.bfloat16):
+            plain = logits(model, DynamicCache())
+        with torch.autocast("cpu", torch.bfloat16, enabled=made_inside):
+            cache = compressed_cache(model, "key_diff", 64, dtype=dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_within_budget(logits(model, cache), exact, plain, "logits")
+    assert cache.kv.dtype == (dtype or torch.float32)
 
 
 def test_two_caches_on_one_model_do_not_mix():

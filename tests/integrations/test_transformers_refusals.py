@@ -68,6 +68,11 @@ def test_an_encoder_decoder():
     refused(transformers.T5ForConditionalGeneration(config), "encoder-decoder")
 
 
+def test_layers_that_use_the_mask_themselves():
+    config = transformers.FalconConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    refused(transformers.FalconForCausalLM(config).eval(), "a forward pass of FalconModel .* use the attention mask")
+
+
 def test_layers_with_other_heads():
     model, other = make_model("llama"), make_model("llama", num_key_value_heads=4)
     model.model.layers[1].self_attn = other.model.layers[1].self_attn

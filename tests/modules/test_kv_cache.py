@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import weakref
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastattn import CompressedKVCache, ExpectedAttention, Knorm, Policy, Rotary, StreamingLLM
+from fastattn.modules._call import Call
 from fastattn.ops import reference
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -139,7 +141,7 @@ def test_the_second_prompt_on_a_reset_cache_is_as_on_a_new_one():
 def test_works_under_inference_mode_however_it_was_made(made_under, used_under):
     with torch.inference_mode(made_under):
         cache = make("expected_attention", num_heads=HEADS).to(torch.float64)
-        cache = copy.deepcopy(cache).select(torch.tensor([0, 0]))
+        cache = pickle.loads(pickle.dumps(copy.deepcopy(cache).select(torch.tensor([0, 0]))))
     for mode in (used_under, not used_under):
         with torch.inference_mode(mode):
             feed(cache, 20)
@@ -148,6 +150,20 @@ def test_works_under_inference_mode_however_it_was_made(made_under, used_under):
             cache.crop(1)
             cache.load_state_dict(cache.state_dict())
     assert not any(buffer.is_inference() for buffer in cache.buffers())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_default_device_is_not_taken_for_the_device_of_the_tensors(policy):
+    with torch.device("meta"):
+        assert make(policy).rotary.inv_freq.is_meta
+    cache, same = make(policy), make(policy)
+    for count in (20, 1, 1, 1, 1):
+        q, k, v = tokens(count)
+        for layer in range(2):
+            expected = same.attend(layer, q, k, v)
+            with torch.device("meta"):
+                assert torch.equal(cache.attend(layer, q, k, v), expected)
+    assert_same(cache, snapshot(same))
 
 
 def test_a_copy_is_independent():
@@ -197,6 +213,38 @@ def test_a_state_of_another_size_is_refused_before_anything_is_copied():
     with pytest.raises(ValueError, match=r"layers.0.keys of shape \[1, 2, 20, 8\], got \[1, 2, 21, 8\]"):
         cache.load_state_dict(other.state_dict())
     assert_same(cache, state)
+
+
+@pytest.mark.parametrize("other", [{"num_layers": 3}, {"num_layers": 1}], ids=str)
+def test_a_state_of_another_kind_is_refused_before_anything_is_copied(other):
+    cache, foreign = make(), make(**other)
+    feed(cache, 20)
+    feed(foreign, 5, seed=3)
+    state = snapshot(cache)
+    with pytest.raises(ValueError, match=r"state_dict must hold what the cache holds, but it lacks .* besides"):
+        cache.load_state_dict(foreign.state_dict())
+    assert_same(cache, state)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "in a model"])
+def test_a_state_loads_whichever_of_the_two_has_a_query_window(nested):
+    def loaded(cache: CompressedKVCache, state: dict[str, Tensor]) -> CompressedKVCache:
+        if nested:
+            torch.nn.ModuleList([cache]).load_state_dict({f"0.{name}": value for name, value in state.items()})
+        else:
+            cache.load_state_dict(state)
+        return cache
+
+    used, unused = make("expected_attention"), make("expected_attention")
+    feed(used, 20)
+    empty, full = unused.state_dict(), {name: value.clone() for name, value in used.state_dict().items()}
+    used.attend(0, *tokens(3))  # a call that stopped half-way is over
+    assert_same(loaded(used, empty), snapshot(make("expected_attention", num_heads=HEADS)))
+    assert_same(loaded(unused, full), snapshot(loaded(used, full)))
+    for seed in range(6):
+        feed(used, 1, seed)
+        feed(unused, 1, seed)
+    assert_same(unused, snapshot(used))
 
 
 # -- failures half-way ---------------------------------------------------------------------------------------------
@@ -258,6 +306,30 @@ def test_a_failure_while_buffers_are_rewritten_makes_the_cache_invalid(monkeypat
         feed(cache, 1)
 
 
+@pytest.mark.parametrize("count", [1, 30], ids=["step", "prompt"])
+def test_a_failure_after_buffers_were_rewritten_makes_the_cache_invalid(monkeypatch, count):
+    cache = make(num_layers=1)
+    feed(cache, 16)
+    for seed in range(3):
+        feed(cache, 1, seed)
+    with monkeypatch.context() as patch:
+        patch.setattr(Call, "_advance_counters", lambda *a: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            feed(cache, count)
+    with pytest.raises(RuntimeError, match="invalid since layer 0 failed with MemoryError"):
+        feed(cache, 1)
+
+
+def test_a_failure_between_counters_makes_the_cache_invalid(monkeypatch):
+    cache = make(num_layers=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "columns", None)
+        with pytest.raises(AttributeError):
+            feed(cache, 3)
+    with pytest.raises(RuntimeError, match="invalid since layer 0 failed with AttributeError"):
+        feed(cache, 1)
+
+
 def test_a_call_that_stopped_between_layers_is_noticed():
     cache, (q, k, v) = make(), tokens(3)
     cache.attend(0, q, k, v)
@@ -295,14 +367,26 @@ def test_a_call_that_stopped_between_layers_is_noticed():
         ({"rotary": Rotary(torch.ones(5))}, ValueError, "within head_dim 8, got dims up to 10"),
         ({"latent_rank": 6}, ValueError, "num_kv_heads must be 1 for a latent cache, got 2"),
         ({"latent_rank": 9, "num_kv_heads": 1}, ValueError, "latent_rank must be at most head_dim 8, got 9"),
-        ({"dtype": torch.int32}, TypeError, "dtype must be a floating torch.dtype or None, got torch.int32"),
-        ({"dtype": "float32"}, TypeError, "dtype must be a floating torch.dtype or None, got 'float32'"),
+        ({"dtype": torch.int32}, TypeError, "dtype must be torch.float16, .* got torch.int32"),
+        ({"dtype": "float16"}, TypeError, "dtype must be torch.float16, .* got 'float16'"),
+        ({"dtype": torch.float8_e5m2}, TypeError, "dtype must be torch.float16, .* got torch.float8_e5m2"),
+        ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
+        ({"num_heads": "4"}, TypeError, "num_heads must be an integer, got str"),
+        ({"num_heads": 3}, ValueError, "num_heads must be a multiple of num_kv_heads 2, got 3"),
     ],
 )
 def test_bad_construction(options, error, message):
     options = {"policy": "knorm", "budget": 16, **options}
     with pytest.raises(error, match=message):
         make(options.pop("policy"), options.pop("budget"), **options)
+
+
+@pytest.mark.parametrize(("window", "error"), [(-1, ValueError), (2.5, TypeError)])
+def test_the_query_window_of_a_policy_is_a_count(window, error):
+    policy = Failing(at=0)
+    policy.query_window = window
+    with pytest.raises(error, match=r"policy\.query_window must be .* got"):
+        make(policy)
 
 
 def _bad_calls():
@@ -336,6 +420,8 @@ def _bad_calls():
         ({"position_ids": ids.float()}, TypeError, "position_ids must be integers, got torch.float32"),
         ({"position_ids": ids.flip(1)}, ValueError, "position_ids must rise .* got 2 then 1 in row 0"),
         ({"position_ids": ids - 1}, ValueError, "position_ids must not be negative"),
+        ({"position_ids": ids + 2**31 - 2}, ValueError, "position_ids must be at most 2147483647, got 2147483648"),
+        ({"position_ids": ids}, ValueError, "position_ids must go on after the cached tokens, got 0 in row 0 after 1"),
         ({"scale": "1"}, TypeError, "scale must be a float or None, got str"),
         ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
     ]
@@ -352,6 +438,15 @@ def test_bad_calls_change_nothing(policy, changed, error, message):
         cache.attend(**{"layer": 0, "query": q, "key": k, "value": v, **changed})
     assert_same(cache, state)
     feed(cache, 3)
+
+
+def test_one_row_of_positions_for_all_rows_is_compared_with_what_each_has():
+    cache = make(batch_size=2)
+    feed(cache, 5, attention_mask=torch.tensor([[False] * 3 + [True] * 2, [True] * 5]))
+    with pytest.raises(ValueError, match="position_ids must go on after the cached tokens, got 3 in row 1 after 4"):
+        feed(cache, 2, position_ids=torch.tensor([[3, 4]]))
+    feed(cache, 2, position_ids=torch.tensor([[5, 6]]))
+    assert cache.positions(0)[:, 0, :7].tolist() == [[0, 1, 5, 6, -1, -1, -1], [0, 1, 2, 3, 4, 5, 6]]
 
 
 def test_query_heads_are_fixed_with_the_window():

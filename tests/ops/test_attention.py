@@ -161,6 +161,14 @@ def test_a_row_of_a_batch_gives_what_it_gives_alone() -> None:
         torch.testing.assert_close(together[one], alone, rtol=0, atol=1e-6)
 
 
+def test_a_second_derivative_is_refused() -> None:
+    query = draw.normal(1, 2, 3, 8).requires_grad_()
+    out = ops.attention(query, query, query)
+    (grad,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="attention has no second derivative"):
+        (query.sum() + grad.square().sum()).backward()
+
+
 def test_lse_carries_no_gradient() -> None:
     query = draw.normal(1, 1, 2, 4).requires_grad_()
     _, lse = ops.attention(query, query, query, return_lse=True)
@@ -178,3 +186,17 @@ def test_pieces_cover_exactly_the_visible_keys_once(queries: int, keys: int, fir
         covered[q0:q1, k0:k1] += block.tril() if causal else block
     visible = torch.arange(keys) < torch.arange(queries)[:, None] + first
     assert torch.equal(covered, visible.float())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_of_no_dims_score_every_key_zero(causal: bool) -> None:
+    query, key, value = draw.normal(1, 4, 3, 0), draw.normal(1, 2, 5, 0), draw.normal(1, 2, 5, 8).requires_grad_()
+    actual = ops.attention(query, key, value, causal=causal, return_lse=True)
+    expected = reference.attention(query, key, value, causal=causal, scale=1.0, return_lse=True)
+    torch.testing.assert_close(actual, expected)
+    grads = [torch.autograd.grad(out.sum(), value)[0] for out, _ in (actual, expected)]
+    torch.testing.assert_close(*grads)
+    lengths = torch.tensor([[5, 3]], dtype=torch.int32)
+    decoded = ops.decode_attention(query, key, value.detach(), lengths, causal=causal, return_lse=True)
+    expected = reference.decode_attention(query, key, value, lengths, causal=causal, scale=1.0, return_lse=True)
+    torch.testing.assert_close(decoded, expected)

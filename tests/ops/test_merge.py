@@ -76,10 +76,12 @@ def test_log_sum_exp_is_natural() -> None:
     assert lse.item() == pytest.approx(math.log(4.0))
 
 
-def test_parts_that_saw_nothing_are_neutral() -> None:
-    """Fault class: (-inf) - (-inf)."""
-    (one, one_lse), (none, none_lse) = numbers(2.0, -3.0), numbers(0.0, float("-inf"))
-    out, lse = ops.merge_attention([none, one, none], [none_lse, one_lse, none_lse])
+@pytest.mark.parametrize("held", [0.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("merge", [ops.merge_attention, reference.merge_attention], ids=["operator", "definition"])
+def test_parts_that_saw_nothing_are_neutral(merge, held: float) -> None:
+    """Fault class: (-inf) - (-inf), and 0 * NaN."""
+    (one, one_lse), (none, none_lse) = numbers(2.0, -3.0), numbers(held, float("-inf"))
+    out, lse = merge([none, one, none], [none_lse, one_lse, none_lse])
     assert (out.item(), lse.item()) == (2.0, -3.0)
-    out, lse = ops.merge_attention([none, none], [none_lse, none_lse])
+    out, lse = merge([none, none], [none_lse, none_lse])
     assert (out.item(), lse.item()) == (0.0, float("-inf"))

@@ -492,3 +492,20 @@ def test_samples_without_samples() -> None:
     del good["query_mean"], good["query_cov"]
     with pytest.raises(ValueError, match="query_samples must hold at least one sample"):
         ops.score_expected_attention(**good, query_samples=torch.ones(2, 4, 0, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_statistics_are_not_rounded_by_autocast(name: str, dtype: torch.dtype) -> None:
+    good = arguments(name)
+    exact = getattr(ops, name)(**good)
+    with torch.autocast("cpu", dtype):
+        inside = getattr(ops, name)(**good)
+    torch.testing.assert_close(inside, exact, rtol=0, atol=0)
+
+
+def test_the_definition_takes_no_rows() -> None:
+    none = {name: value[:0] if isinstance(value, Tensor) else value for name, value in arguments(EA).items()}
+    del none["query_mean"], none["query_cov"]
+    none["query_samples"] = torch.ones(0, 4, 3, 16)
+    assert reference.score_expected_attention(**none).shape == ops.score_expected_attention(**none).shape == (0, 2, 12)

@@ -43,6 +43,11 @@ def remember_previous(config: Any, implementation: str) -> None:
     _PREVIOUS[id(config)] = implementation
 
 
+def was_switched(config: Any) -> bool:
+    """Whether what ``config`` used before is known."""
+    return id(config) in _PREVIOUS
+
+
 def previous_implementation(config: Any) -> str:
     """What ``config`` used before it was switched."""
     name = _PREVIOUS.get(id(config))

@@ -19,7 +19,6 @@ from fastattn.integrations.transformers._model import ModelSpec, switch
 from fastattn.modules.kv_cache import CompressedKVCache
 from fastattn.modules.low_rank import LowRankAttention
 from fastattn.modules.policies import Policy, resolve_policy
-from fastattn.ops._checks import checks_values
 
 
 def compressed_cache(
@@ -51,8 +50,8 @@ def compressed_cache(
         interval: decode steps between two compressions.
         max_step: most tokens of a call that counts as a decode step. Above 1 the cache is made for assisted decoding:
             it can be cropped while nothing has been evicted since, and ``generate`` does not compile over it.
-        dtype: of the cache; must be the dtype that keys have when they come, by default the model's (under autocast
-            give its dtype). Another raises at the first call.
+        dtype: of the cache; must be the dtype of the model's keys, which is the default. Under autocast it may be any:
+            queries, keys and values are cast to it.
 
     Returns:
         A transformers ``Cache``; its attribute ``kv`` is the :class:`~fastattn.CompressedKVCache`.
@@ -121,8 +120,9 @@ class CompressedCache(CarriedCache):
             return attend_before(module, query, key, value, attention_mask, arguments)
         check_arguments(arguments)
         mask, position_ids = new_token_mask(attention_mask), arguments.get("position_ids")
-        if slot == 0 and query.shape[2] > 1 and checks_values(query):
-            self._check_new(position_ids, mask)
+        if torch.is_autocast_enabled(query.device.type):
+            # Projections come in autocast's dtype, what was rotated or normed in a wider one. Attention casts there.
+            query, key, value = (part.to(self.kv.dtype) for part in (query, key, value))
         out = self.kv.attend(
             slot,
             query,
@@ -217,20 +217,6 @@ class CompressedCache(CarriedCache):
 
     def _windows(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]
-
-    def _check_new(self, position_ids: Tensor | None, mask: Tensor | None) -> None:
-        """What is fed comes after what is cached: a history passed again would be cached a second time."""
-        if position_ids is None or position_ids.shape[0] not in (1, self.batch_size):
-            return  # the latter is refused by the cache
-        newest = self.kv.positions(0)[:, 0].amax(1)
-        last = torch.iinfo(position_ids.dtype).max
-        first = (position_ids if mask is None else position_ids.masked_fill(~mask, last)).amin(1)
-        if bool((first <= newest).any()):
-            row = int((first <= newest).nonzero()[0])
-            raise ValueError(
-                f"position_ids must go on after the cached tokens, got {int(first[row])} in row {row} after "
-                f"{int(newest[row])}: pass what is new, or a history longer than the cached one, or reset() the cache"
-            )
 
     def _replace(self, kv: CompressedKVCache) -> None:
         self.kv = kv

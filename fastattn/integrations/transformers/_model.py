@@ -21,7 +21,9 @@ from fastattn.integrations.transformers._attention import (
     NAME,
     eager_attention,
     new_token_mask,
+    previous_implementation,
     remember_previous,
+    was_switched,
 )
 from fastattn.integrations.transformers._layers import CarriedCache, CompressedLayer, check_arguments
 from fastattn.integrations.transformers._rotary import checked_rotary, find_rotary, low_rank_rotary
@@ -137,7 +139,9 @@ def switch(model: Any) -> Carrier:
     _check_config(decoder.config)
     new = carrier is None
     if carrier is None:
-        carrier = Carrier(decoder, _check_implementation(implementation))
+        shared = implementation == NAME and was_switched(decoder.config)  # by another model of the same config object
+        previous = previous_implementation(decoder.config) if shared else _check_implementation(implementation)
+        carrier = Carrier(decoder, previous)
         handle = decoder.register_forward_pre_hook(carrier, with_kwargs=True)
     elif implementation != NAME:
         carrier.previous = _check_implementation(implementation)
@@ -146,7 +150,7 @@ def switch(model: Any) -> Carrier:
         decoder.config._attn_implementation = NAME
         carrier.spec = _examine(decoder, carrier)
     except BaseException:
-        decoder.config._attn_implementation = carrier.previous
+        decoder.config._attn_implementation = implementation if new else carrier.previous
         if new:
             handle.remove()
         raise
@@ -252,8 +256,16 @@ def _examine(decoder: Any, carrier: Carrier) -> ModelSpec:
     inv_freq, factor = (None, 1.0) if low_rank else find_rotary(decoder)
     last = min(1000, getattr(config, "max_position_embeddings", None) or 1000) - 1
     cache = _Examination(standard, carrier.signature)
-    positions = torch.tensor([[0, 1, min(3, last), last]])
-    _run(decoder, carrier, cache, positions)
+    positions = torch.tensor([[0, 1, min(3, last), last]], device="cpu")
+    try:
+        _run(decoder, carrier, cache, positions)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ValueError(
+            f"a forward pass of {name} with a compressed cache failed ({error}): layers that use the attention mask "
+            "themselves, beside transformers' attention interface, are not supported"
+        ) from error
 
     slots: list[int | None] = []
     full: list[dict[str, Any]] = []
@@ -290,8 +302,8 @@ def _examine(decoder: Any, carrier: Carrier) -> ModelSpec:
 def _run(decoder: Any, carrier: Carrier, cache: _Examination, positions: Tensor) -> None:
     """A forward pass over tokens that differ in their position only, with the model in evaluation mode."""
     embedding = decoder.get_input_embeddings().weight
-    generator = torch.Generator().manual_seed(0)
-    embeds = torch.randn(1, 1, decoder.config.hidden_size, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(0)
+    embeds = torch.randn(1, 1, decoder.config.hidden_size, generator=generator, device="cpu")
     dtype = embedding.dtype if embedding.is_floating_point() else torch.get_default_dtype()
     embeds = embeds.expand(-1, positions.shape[1], -1).to(embedding.device, dtype)
     training = [module for module in decoder.modules() if module.training]

@@ -54,7 +54,7 @@ def attend_range(
     Queries that see no key keep what ``out`` and ``lse`` hold. ``out`` may be narrower than ``value``: it then takes
     the first columns.
     """
-    if query.numel() == 0:
+    if query.shape[:-1].numel() == 0:
         return
     if query.shape[3] > 1 and _flash.takes_mask(query, key, value, first):
         result = _flash.forward_masked(query, key, value, first, scale)
@@ -120,7 +120,7 @@ def _rows_by_range(
     starts = [0] * batch if key_start is None else key_start.clamp(min=0).tolist()
     ends = [keys] * batch if lengths is None else lengths.clamp(max=keys).tolist()
     ranges = list(zip(starts, ends, strict=True))
-    if query.numel() == 0:
+    if query.shape[:-1].numel() == 0:
         return
     begin = 0
     for row in range(1, batch + 1):

@@ -12,6 +12,9 @@ def merge_attention(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Ten
     lse = torch.logsumexp(stacked, dim=0)
     weights = torch.exp(stacked - lse.masked_fill(lse == float("-inf"), 0.0))[..., None]
     total = outs[0].new_zeros(outs[0].shape, dtype=lse.dtype)
+    unseen = (stacked == float("-inf"))[..., None]
+    if bool(unseen.any()):  # what such a part holds is neutral, NaN included
+        outs = [out.masked_fill(nothing, 0.0) for out, nothing in zip(outs, unseen, strict=True)]
     for weight, out in zip(weights, outs, strict=True):
         total.addcmul_(weight, out)
     return total.to(outs[0].dtype), lse
