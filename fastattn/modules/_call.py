@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fastattn import ops
 from fastattn.modules import _window
 from fastattn.modules.policies import CacheState, QueryWindow
-from fastattn.ops._checks import checks_values, fixed, resolve_scale
+from fastattn.ops._checks import fixed, resolve_scale
 
 if TYPE_CHECKING:
     from fastattn.modules.kv_cache import CompressedKVCache
@@ -90,7 +90,7 @@ class Call:
         self.tokens = key.shape[2]
         self.scale = resolve_scale(scale if scale is None else fixed(scale), cache.head_dim)
         self.compiling = torch.compiler.is_compiling()
-        self.on_host = checks_values(key)  # the host may look at values without waiting for a device
+        self.on_host = key.device.type == "cpu" and not self.compiling  # looking at values waits for no device
         if attention_mask is not None and self.on_host and bool(attention_mask.all()):
             attention_mask = None
         self.mask = attention_mask
@@ -317,7 +317,7 @@ class Call:
                 return score()
             return torch.cond(full, lambda: score().clone(), lambda: self._no_score(layer), ())
         # On a GPU nothing may wait for the device, inside graphs not even for a user's policy.
-        if policy.predicated or torch.compiler.is_compiling() or bool(full):
+        if policy.predicated or self.compiling or bool(full):
             return score()
         return self._no_score(layer)
 
