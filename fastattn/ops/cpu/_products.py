@@ -45,14 +45,16 @@ def forward(query: Tensor, cache: Tensor, rank: int, first: int, scale: float) -
     for block in (*common, last) if len(last) else common:
         if block is last:
             scores, shift = _last_scores(query, last), -origin
+            largest = scores.amax(0)
         else:
-            scores = functional.linear(block, rows, -centre)
-            above = scores.amax(0)
-            if float(above.max()) * scale > _FAR:
-                centre = torch.maximum(centre, centre + above)
-                scores = functional.linear(block, rows, -centre)
-            scores, shift = scores.float(), centre.float() - origin
-        highest = torch.maximum(top, scores.amax(0) + shift)
+            scores = functional.linear(block, rows, -centre).float()
+            largest = scores.amax(0)
+            if float(largest.max()) * scale > _FAR:
+                centre = torch.maximum(centre, (centre + largest).to(rows.dtype))
+                scores = functional.linear(block, rows, -centre).float()
+                largest = scores.amax(0)
+            shift = centre.float() - origin
+        highest = torch.maximum(top, largest + shift)
         weights = scores.add_(shift - highest).mul_(scale).exp_()
         shrink = (top - highest).mul_(scale).exp_()
         total = total.mul_(shrink).add_(weights.sum(0))
