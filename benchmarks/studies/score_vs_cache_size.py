@@ -24,7 +24,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,7 +100,7 @@ def run_without_downloads(given: argparse.Namespace) -> None:
     tokens = 512 if given.quick else 1536
     sizes = (32, 64, 128, 256) if given.quick else (64, 128, 256, 512)
     depths = (0.5,) if given.quick else (0.1, 0.5, 0.9)
-    seeds = range(2 if given.quick else given.seeds)
+    seeds = range(given.seeds)
     note = common.conditions(
         "cpu", model="SmolLM2-135M-Instruct", prompt=f"{tokens} tokens", dtype="float32", mode="eager", batch=1
     )
@@ -157,52 +157,85 @@ def _filled(model: Any, recorder: Recorder, policy: str, size: int, room: int) -
 
 
 def report_without_downloads(rows: common.Rows, given: argparse.Namespace, sizes: tuple[int, ...], note: str) -> None:
-    groups: dict[tuple[str, int], list[dict[str, str]]] = {}
+    runs: dict[tuple[str, int], dict[tuple[str, str], dict[str, str]]] = {}
     for row in rows:  # type: ignore[attr-defined]
-        groups.setdefault((row["policy"], int(row["size"])), []).append(row)
+        runs.setdefault((row["policy"], int(row["size"])), {})[row["seed"], row["depth"]] = row
+    full = next(key for key in runs if key[0] == "full cache")
     summary = {
-        key: {metric: mean_and_interval([float(r[metric]) for r in found]) for metric in ("passkey", "loss")}
-        for key, found in groups.items()
+        key: {
+            "passkey": share_and_interval([int(row["passkey"]) for row in found.values()]),
+            "loss": mean_and_interval([float(row["loss"]) for row in found.values()]),
+            "excess": difference(runs, key, full),
+        }
+        for key, found in runs.items()
     }
     body = [
-        [policy, size, *(f"{mean:.3f} ± {half:.3f}" for mean, half in values.values()), len(groups[policy, size])]
-        for (policy, size), values in summary.items()
+        [
+            *key,
+            "{:.3f} ({:.2f} to {:.2f})".format(*values["passkey"]),
+            f"{values['loss'].mean:.3f}",
+            "{:.3f} ({:.2f} to {:.2f})".format(*values["excess"]),
+            len(runs[key]),
+        ]
+        for key, values in summary.items()
     ]
-    text = common.table(["policy", "tokens kept", "passkey retrieved", "loss (nats)", "runs"], body)
-    text += "\n\nWho wins where (level: the intervals' means differ by less than the wider half)\n"
-    text += common.table(["tokens kept", "passkey", "loss"], [[s, *winners(summary, s)] for s in sizes])
+    header = ["policy", "tokens kept", "passkey retrieved", "loss (nats)", "loss above the full cache's", "runs"]
+    text = (
+        common.table(header, body) + "\n\nIn brackets: 95% confidence intervals, of a difference on the same texts.\n\n"
+    )
+    text += "Who wins where (several: their intervals do not tell them apart)\n"
+    text += common.table(["tokens kept", "passkey", "loss"], [[s, *winners(runs, summary, s)] for s in sizes])
     text += f"\n\n{PUBLISHED_MATH_500}"
     plot(summary, sizes, given, text, note)
 
 
-def mean_and_interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half of its 95% confidence interval (Student's t; nan for a single value)."""
+class Estimate(NamedTuple):
+    """A mean and its 95% confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean_and_interval(values: list[float]) -> Estimate:
+    """Student's interval; nan for a single value."""
     mean = statistics.fmean(values)
     if len(values) < 2:
-        return mean, math.nan
+        return Estimate(mean, math.nan, math.nan)
     t = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-    return mean, t.get(len(values) - 1, 2.262 if len(values) < 30 else 2.0) * statistics.stdev(values) / len(
-        values
-    ) ** 0.5
+    quantile = t.get(len(values) - 1, 2.262 if len(values) < 30 else 2.0)
+    half = quantile * statistics.stdev(values) / len(values) ** 0.5
+    return Estimate(mean, mean - half, mean + half)
 
 
-def winners(summary: dict[tuple[str, int], dict[str, tuple[float, float]]], size: int) -> list[str]:
-    found = []
-    for metric, sign in (("passkey", 1), ("loss", -1)):
-        values = {policy: summary[policy, size][metric] for policy in POLICIES}
-        best = max(values, key=lambda policy: sign * values[policy][0])
+def share_and_interval(hits: list[int]) -> Estimate:
+    """Wilson's interval, which stays between 0 and 1 and says something even where all or none hit."""
+    share, n, z = statistics.fmean(hits), len(hits), 1.96
+    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return Estimate(share, min(middle - half, share), max(middle + half, share))
 
-        def level(policy: str, values: Any = values, best: str = best) -> bool:
-            half = max(h for h in (values[policy][1], values[best][1], 0.0) if not math.isnan(h))
-            return abs(values[policy][0] - values[best][0]) <= half
 
-        names = [policy for policy in POLICIES if level(policy)]
-        found.append("level: all" if len(names) == len(POLICIES) else ", ".join(names))
-    return found
+def difference(runs: dict[tuple[str, int], dict[Any, dict[str, str]]], key: Any, other: Any) -> Estimate:
+    """How much more loss: text by text, since texts differ more than policies; the depths of one text are one value."""
+    texts: dict[str, list[float]] = {}
+    for (seed, depth), row in runs[key].items():
+        texts.setdefault(seed, []).append(float(row["loss"]) - float(runs[other][seed, depth]["loss"]))
+    return mean_and_interval([statistics.fmean(found) for found in texts.values()])
+
+
+def winners(runs: Any, summary: dict[tuple[str, int], dict[str, Estimate]], size: int) -> list[str]:
+    """For the passkey and the loss: the best policy and those that cannot be told from it."""
+    shares = {policy: summary[policy, size]["passkey"] for policy in POLICIES}
+    first = max(shares.values(), key=lambda share: share.mean)
+    retrieving = [policy for policy, share in shares.items() if share.high >= first.low]
+    best = min(POLICIES, key=lambda policy: summary[policy, size]["loss"].mean)
+    near = [p for p in POLICIES if p == best or not difference(runs, (p, size), (best, size)).low > 0]
+    return ["all" if len(names) == len(POLICIES) else ", ".join(names) for names in (retrieving, near)]
 
 
 def plot(
-    summary: dict[tuple[str, int], dict[str, tuple[float, float]]],
+    summary: dict[tuple[str, int], dict[str, Estimate]],
     sizes: tuple[int, ...],
     given: argparse.Namespace,
     text: str,
@@ -210,21 +243,22 @@ def plot(
 ) -> None:
     shown, axes = common.figure(2)
     full = next(values for (policy, _), values in summary.items() if policy == "full cache")
-    for axis, metric, label in zip(
-        axes, ("passkey", "loss"), ("passkey retrieved (share)", "loss (nats per token)"), strict=True
-    ):
+    labels = ("passkey retrieved (share of runs)", "loss above the full cache's (nats per token)")
+    for axis, metric, label in zip(axes, ("passkey", "excess"), labels, strict=True):
         ends = []
-        for policy, color in zip(POLICIES, common.COLORS, strict=False):
-            means = [summary[policy, size][metric] for size in sizes]
-            halves = [0.0 if math.isnan(half) else half for _, half in means]
-            axis.errorbar(sizes, [mean for mean, _ in means], halves, color=color, marker="o", markersize=4, capsize=3)
-            ends.append((sizes[-1], means[-1][0], policy.replace("_", " "), color))
-        axis.axhline(full[metric][0], color="#777777", linestyle="--", linewidth=1)
-        ends.append((sizes[-1], full[metric][0], "full cache", "#777777"))
+        for index, (policy, color) in enumerate(zip(POLICIES, common.COLORS, strict=False)):
+            found = [summary[policy, size][metric] for size in sizes]
+            aside = [size * 1.03 ** (index - 1.5) for size in sizes]  # so that intervals do not hide each other
+            spread = [[max(e.mean - e.low, 0.0) for e in found], [max(e.high - e.mean, 0.0) for e in found]]
+            axis.errorbar(aside, [e.mean for e in found], spread, color=color, marker="o", markersize=4, capsize=3)
+            ends.append((sizes[-1], found[-1].mean, policy.replace("_", " "), color))
+        axis.axhline(full[metric].mean, color="#777777", linestyle="--", linewidth=1)
+        ends.append((sizes[-1], full[metric].mean, "full cache", "#777777"))
         axis.set(xscale="log", xlabel="tokens kept per layer and head", ylabel=label)
         axis.set_xticks(sizes, [str(size) for size in sizes])
         axis.minorticks_off()
-        axis.set_xlim(sizes[0] * 0.85, sizes[-1] * 2.1)
+        axis.set_xlim(sizes[0] * 0.85, sizes[-1] * 2.4)
+        axis.set_ylim((-0.03, 1.08) if metric == "passkey" else (min(0.0, axis.get_ylim()[0]), axis.get_ylim()[1]))
         common.label_ends(axis, ends)
     axes[0].set_title("Passkey retrieval")
     axes[1].set_title("Next-token loss on the text that follows")
@@ -282,7 +316,10 @@ def run_problems(given: argparse.Namespace) -> None:
     scores: dict[tuple[str, int], list[float]] = {}
     for row in rows:  # type: ignore[attr-defined]
         scores.setdefault((row["policy"], int(row["size"])), []).append(float(row["correct"]))
-    body = [[p, n, f"{m:.3f} ± {h:.3f}", len(v)] for (p, n), v in scores.items() for m, h in [mean_and_interval(v)]]
+    body = [
+        [*key, "{:.3f} ({:.3f} to {:.3f})".format(*share_and_interval([int(x) for x in v])), len(v)]
+        for key, v in scores.items()
+    ]
     text = common.table(["policy", "tokens kept", "score", "runs"], body) + f"\n\n{PUBLISHED_MATH_500}"
     shown, (axis,) = common.figure(1)
     ends = []
@@ -319,12 +356,12 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--problems", type=Path, help='JSONL of {"problem": ..., "answer": ...}')
     options.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     options.add_argument("--sizes", nargs="+", type=int, default=[2048, 4096, 8192, 16384], help="for --problems")
-    options.add_argument("--seeds", type=int, help="default: 5 texts, or 1 run of each problem")
+    options.add_argument("--seeds", type=int, help="default: 10 texts (5 with --quick), or 1 run of each problem")
     options.add_argument("--max-new-tokens", type=int, default=32768)
     given = options.parse_args(arguments)
     if (given.model is None) != (given.problems is None):
         raise SystemExit("give both --model and --problems, or neither")
-    given.seeds = given.seeds or (5 if given.problems is None else 1)
+    given.seeds = given.seeds or ((5 if given.quick else 10) if given.problems is None else 1)
     (run_without_downloads if given.problems is None else run_problems)(given)
 
 

@@ -266,7 +266,7 @@ def report(rows: common.Rows, given: argparse.Namespace, note: str) -> None:
         return int(row["batch"]) / float(row[column]) * 1e3
 
     body = []
-    curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    curves: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     for mode, context, kind in found:
         ratio, bound = (
             speed(mode, context, kind, column) / speed(mode, context, KINDS[0], column)
@@ -276,7 +276,7 @@ def report(rows: common.Rows, given: argparse.Namespace, note: str) -> None:
         body.append(
             [mode, context, kind, row["batch"], float(row["milliseconds"]), float(row["roofline_ms"]), ratio, bound]
         )
-        curves.setdefault((mode, kind), []).append((context, ratio))
+        curves.setdefault((mode, kind), []).append((context, ratio, bound))
     text = common.table(
         ["mode", "context", "attention", "batch", "ms/step", "roofline ms", "speedup", "roofline speedup"], body
     )
@@ -287,19 +287,21 @@ def report(rows: common.Rows, given: argparse.Namespace, note: str) -> None:
     for axis, mode in zip(axes, MODES, strict=True):
         ends = []
         for kind, color in zip(KINDS, common.COLORS, strict=False):
-            line = curves[mode, kind]
-            axis.plot(*zip(*line, strict=True), color=color, marker="o", markersize=4, linewidth=1.4)
-            ends.append((*line[-1], kind, color))
+            contexts_of, measured, bounds = zip(*curves[mode, kind], strict=True)
+            axis.plot(contexts_of, measured, color=color, marker="o", markersize=4, linewidth=1.4)
+            axis.plot(contexts_of, bounds, "--", color=color, linewidth=0.9)
+            ends.append((contexts_of[-1], measured[-1], kind, color))
         if mode == "throughput":
             for column, text_label, style in (
                 ("full_rank_q", "published, full-rank Q", ":"),
-                ("low", "published, Q = 512", "--"),
+                ("low", "published, Q = 512", "-."),
             ):
                 line = [(int(p["context"]), _published_ratio(p, column)) for p in reference]
-                axis.plot(*zip(*line, strict=True), style, color="#555555", linewidth=1)
+                axis.plot(*zip(*line, strict=True), style, color="#999999", linewidth=1.4)
                 ends.append((*line[-1], text_label, "#555555"))
         axis.set(
-            title="Same batch of 1: latency of a layer" if mode == "latency" else "Same memory: tokens per second",
+            title=("Same batch of 1: latency of a layer" if mode == "latency" else "Same memory: tokens per second")
+            + " (dashed: roofline)",
             xlabel="context (tokens)",
             ylabel="speedup over multi-head attention",
             xscale="log",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 pytest.importorskip("matplotlib", reason="the studies plot with matplotlib")
@@ -71,6 +73,32 @@ def test_the_roofline_predicts_a_gain_that_grows_with_the_context():
 
 
 def test_mean_and_interval():
-    mean, half = scores.mean_and_interval([1.0, 2.0, 3.0])
-    assert (mean, round(half, 3)) == (2.0, 2.484)  # t(2) = 4.303, s = 1, n = 3
-    assert scores.mean_and_interval([4.0])[1] != scores.mean_and_interval([4.0])[1]  # unknown from one value
+    estimate = scores.mean_and_interval([1.0, 2.0, 3.0])
+    assert [round(x, 3) for x in estimate] == [2.0, -0.484, 4.484]  # t(2) = 4.303, s = 1, n = 3
+    assert math.isnan(scores.mean_and_interval([4.0]).low)  # unknown from one value
+
+
+def test_the_interval_of_a_share_stays_a_share():
+    assert [round(x, 3) for x in scores.share_and_interval([0] * 10)] == [0.0, 0.0, 0.278]  # Wilson's, by hand
+    assert [round(x, 3) for x in scores.share_and_interval([1, 1, 0, 0])] == [0.5, 0.15, 0.85]
+
+
+def test_a_difference_is_taken_text_by_text_and_decides_who_wins():
+    """Texts whose losses lie far apart; one policy is 0.1 above another on each, the rest lose by much."""
+    above = {"expected_attention": 0.0, "knorm": 0.1, "streaming_llm": 0.5, "key_diff": 0.6, "full cache": -0.2}
+    runs = {
+        (policy, 32): {
+            (str(seed), depth): {"loss": str(seed + add + 0.01 * seed * (policy == "knorm")), "passkey": "0"}
+            for seed in range(5)
+            for depth in ("0.1", "0.9")
+        }
+        for policy, add in above.items()
+    }
+    excess = scores.difference(runs, ("knorm", 32), ("full cache", 32))
+    assert round(excess.mean, 6) == 0.32
+    assert excess.low > 0.29  # five texts, not ten runs, and no spread between texts in it
+    assert excess.high < 0.35
+    none = scores.share_and_interval([0] * 10)
+    loss = {policy: scores.mean_and_interval([seed + add for seed in range(5)]) for policy, add in above.items()}
+    summary = {(policy, 32): {"passkey": none, "loss": loss[policy]} for policy in above}
+    assert scores.winners(runs, summary, 32) == ["all", "expected_attention"]
