@@ -1,6 +1,6 @@
 """Convert SmolLM2-135M into a low-rank model at many ranks, rope dims and by both methods, and draw what it costs.
 
-    python -m examples.convert_model --output low_rank_figures
+    python -m examples.convert_model --output out/conversion
 
 Real weights and real text, no downloads. The model is calibrated once; every conversion reuses the statistics.
 Calibration and held-out text are different help topics of Python's documentation. Prints one row per conversion and the
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--calibration-tokens", type=int, default=16384)
     parser.add_argument("--held-out-tokens", type=int, default=2048)
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
-    parser.add_argument("--output", type=Path, default=Path("low_rank_figures"))
+    parser.add_argument("--output", type=Path, default=Path("out/conversion"))
     arguments = parser.parse_args()
 
     started = time.perf_counter()
