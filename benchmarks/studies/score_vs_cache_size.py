@@ -213,7 +213,7 @@ def share_and_interval(hits: list[int]) -> Estimate:
     share, n, z = statistics.fmean(hits), len(hits), 1.96
     middle = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return Estimate(share, min(middle - half, share), max(middle + half, share))
+    return Estimate(share, max(min(middle - half, share), 0.0), min(max(middle + half, share), 1.0))
 
 
 def difference(runs: dict[tuple[str, int], dict[Any, dict[str, str]]], key: Any, other: Any) -> Estimate:

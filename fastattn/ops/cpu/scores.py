@@ -11,14 +11,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Query vectors are widened to float32 in pieces of at most this many numbers (16 MiB).
+# Vectors are widened to float32 in pieces of about this many numbers (16 MiB): no more than malloc keeps for later calls.
 _PIECE = 1 << 22
 
 
 def score_knorm(key: Tensor, lengths: Tensor, min_length: int) -> Tensor:
     out = _no_score(key)
+    heads = key.shape[1]
     for b, length in _full_rows(lengths, min_length):
-        out[b, :, :length] = -torch.linalg.vector_norm(key[b, :, :length], dim=-1, dtype=out.dtype)
+        parts = max(1, min(heads, length * heads * key.shape[3] // _PIECE))
+        for keys, scores in zip(key[b, :, :length].chunk(parts), out[b, :, :length].chunk(parts), strict=True):
+            torch.linalg.vector_norm(keys, dim=-1, dtype=out.dtype, out=scores).neg_()
     return _mask_ragged(out, lengths)
 
 
