@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Vectors are widened to float32 in pieces of about this many numbers (16 MiB): no more than malloc keeps for later calls.
+# Vectors are widened to float32 in pieces of about this many numbers (16 MiB), which malloc keeps for the next call.
 _PIECE = 1 << 22
 
 
