@@ -87,14 +87,16 @@ def study(options: argparse.Namespace, batch: int, s: int, heads_list: tuple[int
     rows = common.Rows(
         options.out / "qk_throughput.csv",
         ("heads", "head_dim", "kind"),
-        ("hidden_size", "milliseconds", "tflops"),
+        ("hidden_size", "milliseconds", "tflops", "roofline_tflops"),
         note,
         options.fresh,
     )
+    known: Hardware | None = None
     points = [(a, d) for a in heads_list for d in dims if a * d <= 32768]
     for heads, dim in tqdm(points, desc="key-query products"):
         if not any(rows.missing(heads=heads, head_dim=dim, kind=kind) for kind in KINDS):
             continue
+        known = known or hardware(options.device)  # measured in the run that it is compared with
         times = measure(batch, s, heads, dim, dtype, options.device, 5 if options.quick else 15)
         for kind, seconds in times.items():
             products = 2 if kind == "attention" else 1
@@ -106,12 +108,17 @@ def study(options: argparse.Namespace, batch: int, s: int, heads_list: tuple[int
                 hidden_size=heads * dim,
                 milliseconds=1e3 * seconds,
                 tflops=operations / seconds / 1e12,
+                roofline_tflops=roofline(known, s, dim),
             )
-    report(rows, options, s, note, hardware(options.device))
+    report(rows, options, s, note)
 
 
-def report(rows: common.Rows, options: argparse.Namespace, s: int, note: str, known: Hardware | None) -> None:
-    found = {(int(r["heads"]), int(r["head_dim"]), r["kind"]): float(r["tflops"]) for r in rows}  # type: ignore[attr-defined]
+def report(rows: common.Rows, options: argparse.Namespace, s: int, note: str) -> None:
+    measured = {(int(r["heads"]), int(r["head_dim"]), r["kind"]): r for r in rows}  # type: ignore[attr-defined]
+    found = {key: float(row["tflops"]) for key, row in measured.items()}
+    bounds = {
+        key[1]: float(row["roofline_tflops"]) for key, row in measured.items() if row["roofline_tflops"] != "None"
+    }
     heads_list, dims = (sorted({key[i] for key in found}) for i in (0, 1))
     header = ["heads", "head dim", "hidden", *(f"{kind} TFLOP/s" for kind in KINDS), "roofline", "FLOP/byte"]
     body = []
@@ -124,7 +131,7 @@ def report(rows: common.Rows, options: argparse.Namespace, s: int, note: str, kn
                         dim,
                         heads * dim,
                         *(found[heads, dim, kind] for kind in KINDS),
-                        roofline(known, s, dim),
+                        bounds.get(dim),
                         s * dim / (2 * dim + s),
                     ]
                 )
@@ -137,9 +144,9 @@ def report(rows: common.Rows, options: argparse.Namespace, s: int, note: str, kn
             style = "-" if heads == heads_list[0] else "--" if heads == heads_list[-1] else ":"
             right.plot(*zip(*line, strict=True), style, color=color, marker="o", markersize=3, linewidth=1.2)
         ends.append((*line[-1], kind, color))
-    if known is not None:
-        right.plot(dims, [roofline(known, s, dim) for dim in dims], color="#777777", linewidth=1)
-        ends.append((dims[-1], roofline(known, s, dims[-1]) or 0.0, "roofline", "#777777"))
+    if bounds:
+        right.plot(dims, [bounds[dim] for dim in dims], color="#777777", linewidth=1)
+        ends.append((dims[-1], bounds[dims[-1]], "roofline", "#777777"))
     right.set(
         title=f"Measured here: {heads_list[0]} heads solid, {heads_list[-1]} dashed",
         xlabel="head dim h/a",
