@@ -28,7 +28,7 @@ def pays(query: Tensor, first: int) -> bool:
 
 @functools.cache
 def _has_fast_products() -> bool:
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def forward(query: Tensor, cache: Tensor, rank: int, first: int, scale: float) -> tuple[Tensor, Tensor]:
