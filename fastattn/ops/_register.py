@@ -8,9 +8,8 @@ An operator has one schema, one fake (shapes and strides only) and up to two imp
   torch.compile it is traced into the graph, so that Inductor sees the kernels, fuses the PyTorch operations around
   them and knows exactly which buffers they write. torch.export keeps the operator whole.
 
-An implementation chooses the dtype it computes in: it runs without autocast, which would round its products.
-
-Both are named ``"module:function"`` and imported on first use: importing fastattn never imports triton.
+Both are named ``"module:function"`` and imported on first use: importing fastattn never imports triton. They choose the
+dtypes that they compute in: they run without autocast, which would round their products.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch.nn import functional
 _MIN_PRODUCTS, _MIN_WIDTH = 10_000_000, 128
 _BLOCK = 4096  # keys: enough to spread a product's fixed cost, few enough that their scores stay cached
 _SAMPLE = 256  # keys whose largest score is the first block's centre
-_FAR = 2.0  # scores farther above the centre are computed again, about a new one: they may err by 2.0 * 2^-9
+_FAR = 2.0  # scores farther above the centre are computed again, about a new one: they may err by 2.0 * 2^-8
 
 
 def pays(query: Tensor, first: int) -> bool:
