@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastattn.ops._checks import FLOATS, check_count
+from fastattn.validation import FLOATS, check_count
 
 _TILE = 128  # rows and columns of scores that a matrix kernel computes at once on a GPU
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastattn.modules import low_rank_paths as paths
 from fastattn.modules.low_rank import LowRankAttention
 from fastattn.modules.low_rank_absorb import absorbs
-from fastattn.ops._checks import checks_values
+from fastattn.validation import checks_values
 
 CARRIED = "fastattn_cache"  # the keyword argument that carries a compressed cache to the attention calls of a model
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fastattn import ops
 from fastattn.modules import _window
 from fastattn.modules.policies import CacheState, QueryWindow
-from fastattn.ops._checks import fixed, resolve_scale
+from fastattn.validation import fixed, resolve_scale
 
 if TYPE_CHECKING:
     from fastattn.modules.kv_cache import CompressedKVCache

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fastattn import validation as check
 from fastattn.modules._call import forget_beyond_lengths
 from fastattn.modules._window import forget_from_
-from fastattn.ops import _checks as check
 
 if TYPE_CHECKING:
     from fastattn.modules.kv_cache import CompressedKVCache

@@ -14,7 +14,7 @@ from fastattn.modules._call import CacheLayer, Call, forget_beyond_lengths
 from fastattn.modules._window import forget_from_
 from fastattn.modules.policies import Policy, resolve_policy
 from fastattn.modules.rotary import Rotary
-from fastattn.ops._checks import FLOATS, check_count
+from fastattn.validation import FLOATS, check_count
 
 
 class CompressedKVCache(nn.Module):

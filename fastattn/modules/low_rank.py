@@ -13,7 +13,7 @@ from fastattn.modules import low_rank_paths as paths
 from fastattn.modules.low_rank_absorb import absorbs
 from fastattn.modules.low_rank_rope import LatentRotary, rope_frequencies, softmax_factor
 from fastattn.modules.rotary import Rotary
-from fastattn.ops._checks import resolve_scale
+from fastattn.validation import resolve_scale
 
 if TYPE_CHECKING:
     from fastattn.modules.kv_cache import CompressedKVCache

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastattn import validation as check
 from fastattn.modules.kv_cache import CompressedKVCache
-from fastattn.ops import _checks as check
 
 
 def check_dims(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastattn.ops._checks import check_count
+from fastattn.validation import check_count
 
 
 class Rotary(nn.Module):

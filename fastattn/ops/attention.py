@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.ops import _checks as check
+from fastattn import validation as check
 from fastattn.ops._register import register, register_backward
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.ops import _checks as check
+from fastattn import validation as check
 from fastattn.ops._register import register
 
 

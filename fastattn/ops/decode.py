@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastattn.ops import _checks as check
+from fastattn import validation as check
 from fastattn.ops._register import register
 from fastattn.ops.attention import check_attention_shapes, empty_out_and_lse
 

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from fastattn.ops import _checks as check
+from fastattn import validation as check
 from fastattn.ops._register import register
 
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from fastattn.integrations.transformers import _versions
 from fastattn.integrations.transformers._cache import CompressedCache
-from fastattn.ops._checks import check_count
+from fastattn.validation import check_count
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Argument checks shared by all operators: each names the argument, what came and what was expected."""
+"""Argument checks shared by every layer of the package: each names the argument, what came and what was expected."""
 
 from __future__ import annotations
 
