@@ -1,0 +1,25 @@
+"""Policies: which tokens a compressed cache keeps.
+
+A policy gives every cached token of every row and key/value head a score; the ``budget`` highest survive, in time
+order. :mod:`~fastattn.modules.policies.registry` lists those that have a name.
+"""
+
+from fastattn.modules.policies.base import CacheState, Policy, QueryWindow
+from fastattn.modules.policies.expected_attention import ExpectedAttention
+from fastattn.modules.policies.keys import KeyDiff, Knorm
+from fastattn.modules.policies.registry import NAMED_POLICIES, NamedPolicy, policy_names, resolve_policy
+from fastattn.modules.policies.streaming_llm import StreamingLLM
+
+__all__ = [
+    "NAMED_POLICIES",
+    "CacheState",
+    "ExpectedAttention",
+    "KeyDiff",
+    "Knorm",
+    "NamedPolicy",
+    "Policy",
+    "QueryWindow",
+    "StreamingLLM",
+    "policy_names",
+    "resolve_policy",
+]

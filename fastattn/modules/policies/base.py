@@ -1,0 +1,145 @@
+"""What a policy is: the base class, and what it sees of a cache when it scores."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fastattn.modules.rotary import Rotary
+
+
+@dataclass
+class QueryWindow:
+    """Query vectors as attention took them (rotated), with what is needed to undo the rotation.
+
+    Attributes:
+        rotated: ``[B, H, N, D]``.
+        positions: int32 ``[B, N]``, -1 where there is no query.
+    """
+
+    rotated: Tensor
+    positions: Tensor
+
+    @property
+    def valid(self) -> Tensor:
+        """bool ``[B, N]``."""
+        return self.positions >= 0
+
+
+@dataclass
+class CacheState:
+    """What a policy sees of one layer when it scores.
+
+    Attributes:
+        keys: ``[B, Hkv, C, D]`` as cached, after rotation. Slots beyond ``lengths`` may hold anything, NaN included.
+        values: ``[B, Hkv, C, Dv]``.
+        positions: int32 ``[B, Hkv, C]``, original positions of the tokens.
+        lengths: int32 ``[B, Hkv]``, valid slots; they are a prefix, in time order.
+        tokens_seen: int64 ``[B]``, real tokens fed to each row, this call's included.
+        next_position: int64 ``[B]``, one past the row's last position; without meaning in a row that brought no real
+            token to this call, which is not compressed.
+        scale: the attention's softmax scale.
+        rotary: the model's rotation, or None.
+        min_length: only rows and heads with at least as many valid slots are about to be compressed.
+        latent: the keys are latents ``[latent | rope key]``, the values their first columns.
+        window: the newest ``query_window`` queries, in time order.
+        call: the queries of this call where it brought more than ``max_step`` tokens (a prompt), else None.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    lengths: Tensor
+    tokens_seen: Tensor
+    next_position: Tensor
+    scale: float
+    rotary: Rotary | None
+    min_length: int
+    latent: bool = False
+    window: QueryWindow | None = None
+    call: QueryWindow | None = None
+
+    @property
+    def valid(self) -> Tensor:
+        """bool ``[B, Hkv, C]``: the slots that hold a token."""
+        return torch.arange(self.keys.shape[2], device=self.keys.device) < self.lengths[..., None]
+
+    @property
+    def queries(self) -> Tensor:
+        """``[B, H, W, D]``: the newest ``query_window`` queries before rotation, in time order, right-aligned."""
+        return self.before_rotation(self.newest_queries())
+
+    @property
+    def query_valid(self) -> Tensor:
+        """bool ``[B, W]``: which of ``queries`` exist."""
+        return self.newest_queries().valid
+
+    def before_rotation(self, window: QueryWindow) -> Tensor:
+        """The window's queries with the model's rotation undone, float32 (float64 for float64)."""
+        wide = window.rotated if window.rotated.dtype == torch.float64 else window.rotated.float()
+        if self.rotary is None:
+            return wide
+        return self.rotary.unrotate(wide, window.positions.clamp(min=0))
+
+    def newest_queries(self) -> QueryWindow:
+        """The newest ``query_window`` queries as attention took them.
+
+        Raises:
+            ValueError: the cache keeps none for this policy.
+        """
+        if self.window is None:
+            raise ValueError("queries are kept only for a policy with query_window > 0, this one has 0")
+        return self.window
+
+
+class Policy(ABC):
+    """Base class of all policies. A policy of your own is one method in plain PyTorch.
+
+    Its argument is a :class:`fastattn.modules.policies.CacheState`: keys, values, positions, lengths and, where asked
+    for, the newest queries of one layer.
+
+    .. code-block:: python
+
+        class NewestAndLargest(Policy):
+            def score(self, state):
+                size = state.values.float().norm(dim=-1)
+                newest = state.positions >= state.next_position[:, None, None] - 16
+                return size.masked_fill(newest, float("inf"))
+
+    Attributes:
+        query_window: how many of the newest queries the cache keeps for the policy; 0 keeps none.
+        needs_rotary: the policy looks ahead and cannot work without the model's :class:`Rotary`.
+        predicated: on a step that compresses nothing the score costs a device next to nothing, because its work is in
+            operators that take ``state.min_length``.
+        rerotate: attention sees keys and queries rotated to their index in the cache (StreamingLLM's own variant).
+    """
+
+    query_window: int = 0
+    needs_rotary: ClassVar[bool] = False
+    predicated: ClassVar[bool] = False
+    rerotate: bool = False
+
+    @abstractmethod
+    def score(self, state: CacheState) -> Tensor:
+        """Scores ``[B, Hkv, C]``, float32 (float64 for a float64 cache): higher is kept.
+
+        Of equal scores the newer token is kept; NaN ranks lowest; slots beyond ``state.lengths`` are ignored. To be
+        compiled into the decode step it must be traceable: no Python branch on tensor values.
+
+        It may call the score of another policy. ``query_window`` and ``needs_rotary`` must then cover that one's,
+        sinks and recent tokens have a score of +inf, and scores of rows that are not compressed are unspecified.
+
+        Args:
+            state: one layer of the cache, the call's new tokens included.
+        """
+
+    def check(self, budget: int) -> None:  # noqa: B027 - most policies work with any budget
+        """Raise ``ValueError`` where the policy cannot work with ``budget`` tokens; called when a cache is made."""
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
+        return f"{type(self).__name__}({options})"
