@@ -2,65 +2,46 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from fastattn import convert, ops
-    from fastattn.advice import Advice, advise
-    from fastattn.convert.config import LowRankConfig
-    from fastattn.convert.conversion import to_low_rank_
-    from fastattn.modules.kv_cache import CompressedKVCache
-    from fastattn.modules.low_rank import LowRankAttention
-    from fastattn.modules.policies import ExpectedAttention, KeyDiff, Knorm, Policy, StreamingLLM
-    from fastattn.modules.rotary import Rotary
+from fastattn._lazy import lazy_exports
+
+if TYPE_CHECKING:  # for type checkers, which do not read the table below
+    from fastattn import convert as convert
+    from fastattn import modules as modules
+    from fastattn import ops as ops
+    from fastattn.advice import Advice as Advice
+    from fastattn.advice import advise as advise
+    from fastattn.convert import LowRankConfig as LowRankConfig
+    from fastattn.convert import to_low_rank_ as to_low_rank_
+    from fastattn.modules import CacheState as CacheState
+    from fastattn.modules import CompressedKVCache as CompressedKVCache
+    from fastattn.modules import ExpectedAttention as ExpectedAttention
+    from fastattn.modules import KeyDiff as KeyDiff
+    from fastattn.modules import Knorm as Knorm
+    from fastattn.modules import LowRankAttention as LowRankAttention
+    from fastattn.modules import Policy as Policy
+    from fastattn.modules import Rotary as Rotary
+    from fastattn.modules import StreamingLLM as StreamingLLM
 
 __version__ = "0.1.0"
 
-# Public name -> module. Loaded on first use, so that `import fastattn` costs what `import torch` costs.
-_EXPORTS = {
-    "Advice": "fastattn.advice",
-    "CompressedKVCache": "fastattn.modules.kv_cache",
-    "ExpectedAttention": "fastattn.modules.policies",
-    "KeyDiff": "fastattn.modules.policies",
-    "Knorm": "fastattn.modules.policies",
-    "LowRankAttention": "fastattn.modules.low_rank",
-    "LowRankConfig": "fastattn.convert.config",
-    "Policy": "fastattn.modules.policies",
-    "Rotary": "fastattn.modules.rotary",
-    "StreamingLLM": "fastattn.modules.policies",
-    "advise": "fastattn.advice",
-    "to_low_rank_": "fastattn.convert.conversion",
-}
-_SUBMODULES = ("convert", "ops")
-
-__all__ = [
-    "Advice",
-    "CompressedKVCache",
-    "ExpectedAttention",
-    "KeyDiff",
-    "Knorm",
-    "LowRankAttention",
-    "LowRankConfig",
-    "Policy",
-    "Rotary",
-    "StreamingLLM",
-    "advise",
-    "convert",
-    "ops",
-    "to_low_rank_",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
-        return importlib.import_module(f"fastattn.{name}")
-    if name in _EXPORTS:
-        value = getattr(importlib.import_module(_EXPORTS[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'fastattn' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "fastattn.advice": ("Advice", "advise"),
+        "fastattn.convert": ("LowRankConfig", "to_low_rank_"),
+        "fastattn.modules": (
+            "CacheState",
+            "CompressedKVCache",
+            "ExpectedAttention",
+            "KeyDiff",
+            "Knorm",
+            "LowRankAttention",
+            "Policy",
+            "Rotary",
+            "StreamingLLM",
+        ),
+    },
+    submodules=("convert", "modules", "ops"),
+)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -178,13 +181,40 @@ def test_import_again_after_the_modules_were_dropped() -> None:
     assert found["error"] < 1e-5
 
 
-def test_unknown_attribute() -> None:
-    import fastattn
+@pytest.mark.parametrize("name", ["fastattn", "fastattn.modules", "fastattn.convert"])
+def test_an_unknown_name_is_answered_with_the_known_ones(name: str) -> None:
+    package = importlib.import_module(name)
+    known = ", ".join(sorted(package.__all__))
+    with pytest.raises(AttributeError, match=f"{name!r} has no attribute 'nothing': it has {known}"):
+        package.nothing  # noqa: B018
+    with pytest.raises(ImportError, match=f"{name!r} has no attribute 'nothing': it has {known}"):
+        exec(f"from {name} import nothing")
+    assert not hasattr(package, "nothing")
+    assert set(package.__all__) <= set(dir(package))
+    assert len(dir(package)) == len(set(dir(package)))
 
-    with pytest.raises(AttributeError, match="nothing_of_that_name"):
-        fastattn.nothing_of_that_name  # noqa: B018
-    assert set(fastattn.__all__) <= set(dir(fastattn))
-    assert len(dir(fastattn)) == len(set(dir(fastattn)))
+
+@pytest.mark.parametrize("name", ["fastattn", "fastattn.modules", "fastattn.convert"])
+def test_type_checkers_are_told_the_public_names(name: str) -> None:
+    package = importlib.import_module(name)
+    tree = ast.parse(Path(package.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    told = {(node.module, alias.asname) for node in block.body for alias in node.names}
+    assert sorted(public for _, public in told) == package.__all__
+    for module, public in told:
+        value = getattr(package, public)
+        assert value is (getattr(importlib.import_module(module), public)), public
+
+
+def test_a_module_that_is_no_public_name_is_imported_all_the_same() -> None:
+    found = run("""
+        import json
+        from fastattn.modules import policies
+        from fastattn import validation
+        from fastattn.modules import CompressedKVCache, LowRankAttention, Policy
+        print(json.dumps([policies.__name__, validation.__name__, issubclass(policies.Knorm, Policy)]))
+    """)
+    assert found == ["fastattn.modules.policies", "fastattn.validation", True]
 
 
 def test_conversion_is_reachable_from_the_package_and_loads_transformers_only_when_used() -> None:

@@ -2,58 +2,34 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from fastattn.convert.calibration import CalibrationStatistics, calibrate, held_out_loss
-    from fastattn.convert.config import LowRankConfig
-    from fastattn.convert.conversion import to_low_rank_
-    from fastattn.convert.deepseek import from_deepseek_names
-    from fastattn.convert.deepseek_export import export_deepseek_v3
-    from fastattn.convert.latent_norm import add_latent_norm_
-    from fastattn.convert.report import ConversionReport, LayerReport
-    from fastattn.convert.storage import load_low_rank, save_low_rank
+from fastattn._lazy import lazy_exports
 
-# Public name -> module, loaded on first use.
-_EXPORTS = {
-    "CalibrationStatistics": "calibration",
-    "ConversionReport": "report",
-    "LayerReport": "report",
-    "LowRankConfig": "config",
-    "add_latent_norm_": "latent_norm",
-    "calibrate": "calibration",
-    "export_deepseek_v3": "deepseek_export",
-    "from_deepseek_names": "deepseek",
-    "held_out_loss": "calibration",
-    "load_low_rank": "storage",
-    "save_low_rank": "storage",
-    "to_low_rank_": "conversion",
-}
+if TYPE_CHECKING:  # for type checkers, which do not read the table below
+    from fastattn.convert.calibration import CalibrationStatistics as CalibrationStatistics
+    from fastattn.convert.calibration import calibrate as calibrate
+    from fastattn.convert.calibration import held_out_loss as held_out_loss
+    from fastattn.convert.config import LowRankConfig as LowRankConfig
+    from fastattn.convert.conversion import to_low_rank_ as to_low_rank_
+    from fastattn.convert.deepseek import from_deepseek_names as from_deepseek_names
+    from fastattn.convert.deepseek_export import export_deepseek_v3 as export_deepseek_v3
+    from fastattn.convert.latent_norm import add_latent_norm_ as add_latent_norm_
+    from fastattn.convert.report import ConversionReport as ConversionReport
+    from fastattn.convert.report import LayerReport as LayerReport
+    from fastattn.convert.storage import load_low_rank as load_low_rank
+    from fastattn.convert.storage import save_low_rank as save_low_rank
 
-__all__ = [
-    "CalibrationStatistics",
-    "ConversionReport",
-    "LayerReport",
-    "LowRankConfig",
-    "add_latent_norm_",
-    "calibrate",
-    "export_deepseek_v3",
-    "from_deepseek_names",
-    "held_out_loss",
-    "load_low_rank",
-    "save_low_rank",
-    "to_low_rank_",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        value = getattr(importlib.import_module(f"fastattn.convert.{_EXPORTS[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'fastattn.convert' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "fastattn.convert.calibration": ("CalibrationStatistics", "calibrate", "held_out_loss"),
+        "fastattn.convert.config": ("LowRankConfig",),
+        "fastattn.convert.conversion": ("to_low_rank_",),
+        "fastattn.convert.deepseek": ("from_deepseek_names",),
+        "fastattn.convert.deepseek_export": ("export_deepseek_v3",),
+        "fastattn.convert.latent_norm": ("add_latent_norm_",),
+        "fastattn.convert.report": ("ConversionReport", "LayerReport"),
+        "fastattn.convert.storage": ("load_low_rank", "save_low_rank"),
+    },
+)
