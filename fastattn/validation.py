@@ -110,3 +110,15 @@ def check_no_grad(operator: str, **tensors: Tensor | None) -> None:
 def checks_values(tensor: Tensor) -> bool:
     """Values (as against shapes and dtypes) are checked in eager mode on a CPU only, where looking costs no wait."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def find_split_row(mask: Tensor) -> tuple[int, int] | None:
+    """The first row of a bool ``mask [B, T]`` whose True stretch is not contiguous, and how many stretches it has."""
+    if mask.shape[1] == 0:
+        return None
+    stretches = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
+    split = (stretches > 1).nonzero()
+    if split.shape[0] == 0:
+        return None
+    row = int(split[0])
+    return row, int(stretches[row])

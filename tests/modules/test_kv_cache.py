@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from fastattn import CompressedKVCache, ExpectedAttention, Knorm, Policy, Rotary, StreamingLLM
-from fastattn.modules._call import Call
+from fastattn.modules.kv_cache.buffers import Buffer, layer_buffers
+from fastattn.modules.policies import policy_names
 from fastattn.ops import reference
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
-POLICIES = ["expected_attention", "knorm", "streaming_llm", "key_diff"]
+POLICIES = policy_names()
 
 
 def make(policy: Policy | str = "knorm", budget: int = 16, **options) -> CompressedKVCache:
@@ -245,6 +246,53 @@ def test_a_state_loads_whichever_of_the_two_has_a_query_window(nested):
     assert_same(unused, snapshot(used))
 
 
+@pytest.mark.parametrize("max_step", [1, 3])
+def test_a_buffer_per_slot_that_is_declared_follows_every_operation(monkeypatch, max_step):
+    """Numbers written next to tokens stay with them; where there is no token the buffer is empty."""
+    further = Buffer("tags", ("rows", "kv_heads", "slots", "key_dim"), torch.float64, empty=-7)
+    monkeypatch.setattr("fastattn.modules.kv_cache.state.layer_buffers", lambda spec: (*layer_buffers(spec), further))
+    cache = make("key_diff", batch_size=2, max_step=max_step)
+    counts = torch.arange(2 * KV_HEADS * DIM, dtype=torch.float64).view(2, KV_HEADS, 1, DIM)
+    owner = torch.arange(2)  # which of the first rows a row comes from
+
+    def expected(layer) -> Tensor:
+        position = cache.positions(layer)[..., None]
+        return torch.where(position < 0, -7.0, 100.0 * position + counts[owner])
+
+    def check() -> None:
+        for layer in range(2):
+            assert torch.equal(cache.layers[layer].tags, expected(layer))
+
+    def call(count: int, **options) -> None:
+        seen = cache.tokens_seen[:, None, None, None].clone()
+        feed(cache, count, **options)
+        for layer in range(2):
+            tags, fresh = cache.layers[layer].tags, cache.positions(layer)[..., None] >= seen
+            assert bool((tags.masked_select(fresh) == -7).all())
+            tags.copy_(torch.where(fresh, expected(layer), tags))
+        check()
+
+    call(11)
+    call(30, attention_mask=torch.tensor([[False] * 4 + [True] * 26, [True] * 30]))
+    for seed in range(14):
+        call(1 + seed % max_step, seed=seed)
+    cache.crop(1)
+    check()
+    cache.reorder(torch.tensor([1, 1]))
+    owner = torch.tensor([1, 1])
+    check()
+    owner = torch.tensor([1, 1, 1])
+    full, cache = cache, cache.select(torch.tensor([0, 1, 0]))
+    check()
+    fresh = make("key_diff", batch_size=3, max_step=max_step)
+    fresh.load_state_dict(cache.state_dict())
+    cache = copy.deepcopy(fresh)
+    check()
+    call(20, seed=5)
+    full.reset()
+    assert all(bool((layer.tags == -7).all()) for layer in full.layers)
+
+
 # -- failures half-way ---------------------------------------------------------------------------------------------
 
 
@@ -311,19 +359,21 @@ def test_a_failure_after_buffers_were_rewritten_makes_the_cache_invalid(monkeypa
     for seed in range(3):
         feed(cache, 1, seed)
     with monkeypatch.context() as patch:
-        patch.setattr(Call, "_advance_counters", lambda *a: (_ for _ in ()).throw(MemoryError()))
+        patch.setattr(
+            "fastattn.modules.kv_cache.update._advance_counters", lambda *a: (_ for _ in ()).throw(MemoryError())
+        )
         with pytest.raises(MemoryError):
             feed(cache, count)
     with pytest.raises(RuntimeError, match="invalid since layer 0 failed with MemoryError"):
         feed(cache, 1)
 
 
-def test_a_failure_between_counters_makes_the_cache_invalid(monkeypatch):
+def test_a_failure_between_counters_makes_the_cache_invalid():
     cache = make(num_layers=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(cache, "columns", None)
-        with pytest.raises(AttributeError):
-            feed(cache, 3)
+    columns, cache.columns = cache.columns, None
+    with pytest.raises(AttributeError):
+        feed(cache, 3)
+    cache.columns = columns
     with pytest.raises(RuntimeError, match="invalid since layer 0 failed with AttributeError"):
         feed(cache, 1)
 

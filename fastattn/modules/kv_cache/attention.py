@@ -1,0 +1,67 @@
+"""Attention of new tokens to a layer of the cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn import ops
+from fastattn.modules.kv_cache.call import LayerCall
+
+
+def attend_to_cache_and_call(call: LayerCall) -> Tensor:
+    """Attention to the cache before the call, merged with causal attention inside the new tokens."""
+    query, key, cached_key = _inputs(call, appended=False)
+    start = end = None
+    if call.mask is not None:
+        start = call.mask.to(torch.int32).argmax(1).to(torch.int32)
+        end = start + call.mask.sum(1, dtype=torch.int32)
+    value = key[..., : call.state.layer.spec.latent_rank] if call.value is None else call.value
+    inside = ops.attention(
+        query, key, value, causal=True, scale=call.scale, key_start=start, lengths=end, return_lse=True
+    )
+    if call.on_host and int(call.state.layer.lengths.amax()) == 0:
+        return inside[0]
+    cached = _attend_to_slots(call, query, cached_key, causal=False)
+    return ops.merge_attention([cached[0], inside[0]], [cached[1], inside[1]])[0]
+
+
+def attend_after_append(call: LayerCall) -> Tensor:
+    """Causal attention to the cache, whose newest slots are the new tokens."""
+    query, _, key = _inputs(call, appended=True)
+    return _attend_to_slots(call, query, key, causal=True)[0]
+
+
+def _attend_to_slots(call: LayerCall, query: Tensor, key: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    layer = call.state.layer
+    rank, lengths = layer.spec.latent_rank, layer.lengths
+    if rank is not None:
+        latent, rope = query[..., :rank], query[..., rank:]
+        result = ops.latent_decode(
+            latent, rope, key[:, 0], lengths[:, 0], scale=call.scale, causal=causal, return_lse=True
+        )
+    else:
+        result = ops.decode_attention(
+            query, key, layer.values, lengths, scale=call.scale, causal=causal, return_lse=True
+        )
+    assert isinstance(result, tuple)
+    return result
+
+
+def _inputs(call: LayerCall, appended: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, new keys and cached keys, rotated to their index in the cache if the policy wants that.
+
+    Each is rotated on from its original position. Only differences of positions matter to attention, and a row's new
+    tokens keep theirs: one offset per row moves them.
+    """
+    assert call.query is not None
+    layer, rotary = call.state.layer, call.state.rotary
+    if not call.state.spec.policy.rerotate:
+        return call.query, call.key, layer.keys
+    assert rotary is not None
+    slots = torch.arange(layer.keys.shape[2], device=layer.keys.device)
+    cached_key = rotary.shift(layer.keys, slots - layer.positions)
+    before = layer.lengths[:, :1] - (call.real_tokens()[:, None] if appended else 0)
+    real = call.position >= 0
+    offset = (before + real.cumsum(1) - 1 - call.position).masked_fill(~real, 0)
+    return rotary.shift(call.query, offset), rotary.shift(call.key, offset), cached_key

@@ -1,0 +1,85 @@
+"""One layer's part of a call: what the model brings, and what follows from it for every step of the update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastattn.modules.kv_cache.state import CallState
+from fastattn.validation import fixed, resolve_scale
+
+
+@dataclass
+class NewTokens:
+    """The arguments of ``attend`` and ``update``, as given.
+
+    Attributes:
+        layer: index of the layer.
+        query: ``[B, H, T, Dk]``, None where neither attention nor the policy looks at it.
+        key: ``[B, Hkv, T, Dk]``.
+        value: ``[B, Hkv, T, Dv]``, None for a latent cache.
+        position_ids: integers ``[B, T]`` or ``[1, T]``, None to count.
+        attention_mask: bool ``[B, T]``, False for padding.
+        scale: softmax scale.
+        attend: the attention is wanted as well.
+    """
+
+    layer: int
+    query: Tensor | None
+    key: Tensor
+    value: Tensor | None
+    position_ids: Tensor | None
+    attention_mask: Tensor | None
+    scale: float | None
+    attend: bool
+
+
+class LayerCall:
+    """Lives as long as one layer's part of a call; holds what its steps share.
+
+    Attributes:
+        state: the layer and what all layers share.
+        query, key, value: the new tokens.
+        tokens: how many, padding included.
+        mask: bool ``[B, T]``, None where nothing is known to be padding.
+        position: int32 ``[B, T]``, -1 at padding.
+        scale: softmax scale.
+        attend: the attention is wanted as well.
+        compiling: a graph is being traced.
+        on_host: looking at values waits for no device.
+    """
+
+    def __init__(self, state: CallState, new: NewTokens) -> None:
+        self.state = state
+        self.query, self.key, self.value = new.query, new.key, new.value
+        self.attend = new.attend
+        self.tokens = new.key.shape[2]
+        scale = new.scale if new.scale is None else fixed(new.scale)
+        self.scale = resolve_scale(scale, state.layer.spec.head_dim)
+        self.compiling = torch.compiler.is_compiling()
+        self.on_host = new.key.device.type == "cpu" and not self.compiling
+        self.mask = new.attention_mask
+        if self.mask is not None and self.on_host and bool(self.mask.all()):
+            self.mask = None
+        self.position = self._positions(new.position_ids)
+
+    def _positions(self, position_ids: Tensor | None) -> Tensor:
+        if position_ids is None:
+            if self.mask is None:
+                ranks = torch.arange(self.tokens, device=self.key.device)[None]
+            else:
+                ranks = self.mask.cumsum(1) - 1
+            position_ids = self.state.tokens_seen[:, None] + ranks
+        position = position_ids.expand(self.key.shape[0], -1).to(torch.int32)
+        return position if self.mask is None else position.masked_fill(~self.mask, -1)
+
+    def real_tokens(self) -> Tensor:
+        """Real tokens of each row, int64 ``[B]``."""
+        return (self.position >= 0).sum(1)
+
+    def mark_rewritten(self) -> None:
+        """From here on, until the call is over, a failure cannot be undone: what is not appended to is rewritten."""
+        if not self.compiling:
+            self.state.progress.rewritten = True

@@ -1,0 +1,230 @@
+"""A cache as a torch module: its buffers are made, moved, copied, saved, loaded and read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.modules.kv_cache.buffers import SHARED_BUFFERS, Buffer
+from fastattn.modules.kv_cache.progress import Progress
+from fastattn.modules.kv_cache.query_ring import QueryRing
+from fastattn.modules.kv_cache.spec import CacheSpec
+from fastattn.modules.kv_cache.state import CallState, LayerState
+from fastattn.modules.kv_cache.validation import check_layer, check_saved, holds_no_query, queries_names
+from fastattn.modules.policies import Policy
+from fastattn.modules.rotary import Rotary
+
+
+class CacheModule(nn.Module):
+    """State of :class:`CompressedKVCache`, all of it buffers, and what there is to read of it."""
+
+    tokens_seen: Tensor
+    columns: Tensor
+    _croppable: Tensor
+    _query_index: Tensor
+    _query_positions: Tensor
+
+    def __init__(self, spec: CacheSpec, rotary: Rotary | None, device: torch.device | str | None) -> None:
+        super().__init__()
+        self._spec = spec
+        self._progress = Progress()
+        dtype = spec.dtype or torch.get_default_dtype()
+        with torch.inference_mode(False):  # buffers made under inference mode could not be written outside of it
+            self.layers = nn.ModuleList(
+                LayerState(spec.layer(index), spec.batch_size, dtype, device) for index in range(spec.num_layers)
+            )
+            self.rotary = None if rotary is None else copy.deepcopy(rotary).to(self.device)
+            sizes = {"rows": spec.batch_size, "ring": spec.ring_size}
+            for buffer in SHARED_BUFFERS:
+                self.register_buffer(buffer.name, buffer.allocate(sizes, dtype, device))
+        if spec.num_heads is not None and spec.ring_size:
+            self._allocate_queries(spec.num_heads)
+
+    # -- what the cache was made for ---------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy:
+        """Chooses the tokens."""
+        return self._spec.policy
+
+    @property
+    def budget(self) -> int:
+        """Tokens kept per row and head."""
+        return self._spec.budget
+
+    @property
+    def interval(self) -> int:
+        """Decode steps between two compressions."""
+        return self._spec.interval
+
+    @property
+    def max_step(self) -> int:
+        """Most tokens of a call that counts as a decode step."""
+        return self._spec.max_step
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row and head."""
+        return self._spec.layer(0).capacity
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that attend through this cache."""
+        return self._spec.num_layers
+
+    @property
+    def num_heads(self) -> int | None:
+        """Query heads; None where they are not known yet."""
+        return self._spec.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads per layer."""
+        return self._spec.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Dims of a key."""
+        return self._spec.head_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        """Dims of a value."""
+        return self._spec.value_dim
+
+    @property
+    def latent_rank(self) -> int | None:
+        """Leading dims of a key that are the value, for a latent cache."""
+        return self._spec.latent_rank
+
+    @property
+    def batch_size(self) -> int:
+        """Rows."""
+        return self._spec.batch_size
+
+    @property
+    def needs_queries(self) -> bool:
+        """The policy looks at queries, so that :meth:`update` must be given them."""
+        return self.policy.query_window > 0
+
+    # -- what the cache holds ----------------------------------------------------------------------------------------
+
+    def keys(self, layer: int) -> Tensor:
+        """Key buffer ``[B, Hkv, C, Dk]``; only the first ``lengths(layer)`` slots mean something."""
+        return self._layer(layer).keys
+
+    def values(self, layer: int) -> Tensor:
+        """Value buffer ``[B, Hkv, C, Dv]``; for a latent cache a view of the keys."""
+        return self._layer(layer).visible_values
+
+    def positions(self, layer: int) -> Tensor:
+        """Original positions int32 ``[B, Hkv, C]``, -1 where empty."""
+        return self._layer(layer).positions
+
+    def lengths(self, layer: int) -> Tensor:
+        """Filled slots int32 ``[B, Hkv]``."""
+        return self._layer(layer).lengths
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all state."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self._layer(0).keys.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of all state."""
+        return self._layer(0).keys.device
+
+    def _layer(self, layer: int) -> LayerState:
+        check_layer(self._spec, layer)
+        return self.layers[layer]  # type: ignore[return-value]
+
+    def _all_layers(self) -> list[LayerState]:
+        return list(self.layers)  # type: ignore[arg-type]
+
+    def _declared_buffers(self) -> Iterator[tuple[Buffer, Tensor]]:
+        """Every buffer of the state that is allocated, with its declaration."""
+        for declared, module in [(SHARED_BUFFERS, self), *((layer.declared, layer) for layer in self._all_layers())]:
+            for buffer in declared:
+                tensor = getattr(module, buffer.name)
+                if tensor is not None:
+                    yield buffer, tensor
+
+    def _ring(self) -> QueryRing:
+        return QueryRing(self._query_index, self._query_positions)
+
+    def _call_state(self, layer: int) -> CallState:
+        """What an update of ``layer`` reads and writes."""
+        return CallState(
+            spec=self._spec,
+            index=layer,
+            layer=self._layer(layer),
+            rotary=self.rotary,
+            tokens_seen=self.tokens_seen,
+            columns=self.columns,
+            croppable=self._croppable,
+            ring=self._ring(),
+            progress=self._progress,
+        )
+
+    def _allocate_queries(self, num_heads: int) -> None:
+        """Room for the newest queries, now that their number of heads is known."""
+        for layer in self._all_layers():
+            layer.allocate_queries(num_heads, self._spec.ring_size)
+        if num_heads != self._spec.num_heads:
+            self._spec = self._spec.with_num_heads(num_heads, self.rotary)
+
+    # -- saving, loading, copying, moving ----------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As ``nn.Module``'s, but refuses a state of other shapes, or names if ``strict``, before copying anything."""
+        check_saved(self._spec, self.state_dict(), state_dict, "", strict)
+        with torch.inference_mode(False):
+            return super().load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """What loading does to a cache, also where it is a part of the model that is loaded."""
+        check_saved(self._spec, self.state_dict(), state_dict, prefix, strict=False)
+        for name, layer in zip(queries_names(self._spec, prefix), self._all_layers(), strict=False):
+            if name in state_dict and layer.queries is None:
+                self._allocate_queries(state_dict[name].shape[1])
+            elif layer.queries is not None and holds_no_query(state_dict, prefix):
+                state_dict.setdefault(name, layer.queries)  # saved before its first call: there is nothing to load
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._progress.restart()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of pickle: what it makes under inference mode could not be written outside of it."""
+        super().__setstate__(state)
+        with torch.inference_mode(False):
+            for module in self.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and buffer.is_inference():
+                        module._buffers[name] = buffer.clone()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        with torch.inference_mode(False):
+            copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        with torch.inference_mode(False):
+            return super()._apply(fn, recurse)
+
+    def extra_repr(self) -> str:
+        return (
+            f"policy={self.policy}, budget={self.budget}, interval={self.interval}, max_step={self.max_step}, "
+            f"num_layers={self.num_layers}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
+            f"v_head_dim={self.v_head_dim}, latent_rank={self.latent_rank}, batch_size={self.batch_size}"
+        )

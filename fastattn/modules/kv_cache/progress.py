@@ -1,0 +1,65 @@
+"""What marks a cache half-written: how far the current call has come, and whether a failure can be undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Progress:
+    """How far a cache's current call has come. Eager mode keeps it; compiled graphs leave it alone.
+
+    Attributes:
+        rewritten: this layer's buffers, or the counters, were rewritten: a failure now cannot be undone.
+        warned_nan: the user was told that the policy returns NaN.
+    """
+
+    def __init__(self) -> None:
+        self._next_layer = 0
+        self._broken: str | None = None
+        self.rewritten = False
+        self.warned_nan = False
+
+    def restart(self) -> None:
+        """The cache is empty or freshly loaded."""
+        self._next_layer, self._broken, self.rewritten = 0, None, False
+
+    def require_complete(self) -> None:
+        """Raise unless the last call went through all layers."""
+        if self._broken is not None:
+            raise RuntimeError(f"the cache is invalid since {self._broken}: call reset() before using it again")
+        if self._next_layer != 0:
+            raise RuntimeError(
+                f"the last call stopped before layer {self._next_layer}: finish it, or call reset() before using the "
+                "cache again"
+            )
+
+    @contextmanager
+    def guard(self, layer: int, num_layers: int, remember: Callable[[], Callable[[], None]]) -> Iterator[None]:
+        """Run one layer's update; on a failure undo it, or mark the cache invalid.
+
+        Args:
+            layer: index of the layer.
+            num_layers: layers of the cache.
+            remember: notes what the update is about to append to, and returns what undoes the appending. Called for
+                the first layer only: later, other layers have already been updated.
+        """
+        if layer == 0 or self._broken is not None:
+            self.require_complete()
+        if layer != self._next_layer:
+            raise ValueError(
+                f"layer must be {self._next_layer}: the layers of a call come in order, 0 to {num_layers - 1}, "
+                f"got {layer}"
+            )
+        undo = remember() if layer == 0 else None
+        try:
+            yield
+        except BaseException as error:
+            if undo is None or self.rewritten:
+                self._broken = f"layer {layer} failed with {type(error).__name__}"
+            else:
+                undo()
+            raise
+        finally:
+            self.rewritten = False
+        self._next_layer = (layer + 1) % num_layers

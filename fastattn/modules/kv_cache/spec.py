@@ -1,0 +1,146 @@
+"""What a cache is made for: sizes, policy and dtype, checked once, and what follows from them for every layer."""
+
+from __future__ import annotations
+
+from dataclasses import InitVar, dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from fastattn.modules.policies import Policy
+from fastattn.modules.rotary import Rotary
+from fastattn.validation import FLOATS, check_count
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one layer holds. Whatever may differ between layers belongs here.
+
+    Attributes:
+        budget: tokens that a compression leaves.
+        interval: decode steps between two compressions.
+        max_step: most tokens of a call that counts as a decode step.
+        num_kv_heads: key/value heads.
+        head_dim: dims of a key.
+        v_head_dim: dims of a value.
+        latent_rank: the value is the key's first ``latent_rank`` dims; None where it is stored by itself.
+    """
+
+    budget: int
+    interval: int
+    max_step: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    latent_rank: int | None
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row and head."""
+        return self.full_length + self.max_step - 1
+
+    @property
+    def full_length(self) -> int:
+        """A decode step compresses rows and heads with as many tokens."""
+        return self.budget + self.interval
+
+    @property
+    def stored_value_dim(self) -> int:
+        """Width of the value buffer."""
+        return self.v_head_dim if self.latent_rank is None else 0
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """The arguments of :class:`CompressedKVCache`, which documents them.
+
+    Raises:
+        TypeError, ValueError: an argument of another type or range, or a budget that the policy cannot work with.
+    """
+
+    policy: Policy
+    budget: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+    latent_rank: int | None = None
+    num_heads: int | None = None
+    batch_size: int = 1
+    interval: int = 128
+    max_step: int = 1
+    dtype: torch.dtype | None = None
+    rotary: InitVar[Rotary | None] = None  # checked here, but kept by the cache: it moves with the buffers
+
+    def __post_init__(self, rotary: Rotary | None) -> None:
+        for name in ("budget", "num_layers", "num_kv_heads", "head_dim", "batch_size", "interval", "max_step"):
+            check_count(name, getattr(self, name), 1)
+        check_count("policy.query_window", self.policy.query_window, 0)
+        self._check_widths()
+        self._check_rotary(rotary)
+        if self.dtype is not None and self.dtype not in FLOATS:
+            raise TypeError(f"dtype must be torch.float16, bfloat16, float32 or float64, got {self.dtype!r}")
+        if self.num_heads is not None:
+            check_count("num_heads", self.num_heads, 1)
+            if self.num_heads % self.num_kv_heads:
+                raise ValueError(
+                    f"num_heads must be a multiple of num_kv_heads {self.num_kv_heads}, got {self.num_heads}"
+                )
+        self.policy.check(self.budget)
+
+    def _check_widths(self) -> None:
+        """Dims of keys, values and latents fit together."""
+        rank = self.latent_rank
+        if rank is not None:
+            check_count("latent_rank", rank, 1)
+            if self.num_kv_heads != 1:
+                raise ValueError(f"num_kv_heads must be 1 for a latent cache, got {self.num_kv_heads}")
+            if rank > self.head_dim:
+                raise ValueError(f"latent_rank must be at most head_dim {self.head_dim}, got {rank}")
+            if self.v_head_dim not in (None, rank):
+                raise ValueError(f"v_head_dim must be latent_rank {rank} or None, got {self.v_head_dim}")
+        check_count("v_head_dim", self.value_dim, 1)
+
+    def _check_rotary(self, rotary: Rotary | None) -> None:
+        """A rotation where the policy needs one, of dims that a key has."""
+        policy = self.policy
+        if rotary is not None and not isinstance(rotary, Rotary):
+            raise TypeError(f"rotary must be a Rotary or None, got {type(rotary).__name__}")
+        if rotary is None and (policy.needs_rotary or policy.rerotate):
+            raise ValueError(f"rotary must be given: {type(policy).__name__} needs the model's rotation, got None")
+        if rotary is not None and rotary.end > self.head_dim:
+            raise ValueError(f"rotary must rotate dims within head_dim {self.head_dim}, got dims up to {rotary.end}")
+
+    @property
+    def value_dim(self) -> int:
+        """Dims of a value."""
+        return self.latent_rank or (self.head_dim if self.v_head_dim is None else self.v_head_dim)
+
+    @property
+    def ring_size(self) -> int:
+        """Queries that the ring of newest queries holds, 0 where the policy looks at none.
+
+        It is ``max_step`` longer than the policy's window, so that a decode step that fails has overwritten nothing of
+        the window.
+        """
+        return self.policy.query_window + self.max_step if self.policy.query_window else 0
+
+    def layer(self, index: int) -> LayerSpec:
+        """What layer ``index`` holds; today the same for all."""
+        return LayerSpec(
+            budget=self.budget,
+            interval=self.interval,
+            max_step=self.max_step,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.value_dim,
+            latent_rank=self.latent_rank,
+        )
+
+    def with_num_heads(self, num_heads: int, rotary: Rotary | None) -> CacheSpec:
+        """This spec once the number of query heads is known."""
+        return replace(self, num_heads=num_heads, rotary=rotary)
+
+    def arguments(self, **changed: Any) -> dict[str, Any]:
+        """Keyword arguments of a cache of this spec, some of them changed."""
+        return {field.name: getattr(self, field.name) for field in fields(self)} | changed

@@ -1,0 +1,174 @@
+"""The state of a cache: what a layer holds, what all layers share, and what one layer's part of a call sees of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn import ops
+from fastattn.modules.kv_cache.buffers import Buffer, layer_buffers, layer_sizes
+from fastattn.modules.kv_cache.progress import Progress
+from fastattn.modules.kv_cache.query_ring import QueryRing
+from fastattn.modules.kv_cache.spec import CacheSpec, LayerSpec
+from fastattn.modules.rotary import Rotary
+
+
+class SlotStore:
+    """Tokens in slots: a layer, or the larger store that a prompt is compressed in.
+
+    Valid slots are a prefix, in time order.
+
+    Attributes:
+        spec: what the layer is made for.
+        slot_buffers: the declared buffers that hold something for every slot.
+    """
+
+    spec: LayerSpec
+    slot_buffers: tuple[Buffer, ...]
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    lengths: Tensor
+
+    @property
+    def visible_values(self) -> Tensor:
+        """Values as attention takes them: for a latent cache a view of the keys."""
+        return self.keys[..., : self.spec.latent_rank] if self.spec.latent_rank else self.values
+
+    def append_(self, key: Tensor, value: Tensor | None, position: Tensor) -> None:
+        """Append tokens whose ``position [B, T]`` is not -1. Buffers of other kinds are already empty there."""
+        value = key[..., :0] if value is None else value
+        ops.cache_append_(self.keys, self.values, self.positions, self.lengths, key, value, position)
+
+    def compact_(self, scores: Tensor, min_length: int) -> None:
+        """Keep the best ``budget`` slots of rows and heads with at least ``min_length``."""
+        further = [b for b in self.slot_buffers if b.name not in ("keys", "values", "positions")]
+        before = self.positions.clone() if further else None
+        ops.cache_compact_(
+            self.keys, self.values, self.positions, self.lengths, scores, self.spec.budget, min_length=min_length
+        )
+        if before is not None:
+            self._follow_(further, before)
+
+    def forget_beyond_lengths_(self) -> None:
+        """Mark the slots beyond the lengths as empty."""
+        slots = torch.arange(self.positions.shape[2], device=self.positions.device)
+        beyond = slots >= self.lengths[..., None]
+        for buffer in self.slot_buffers:
+            if buffer.empty is not None:
+                tensor: Tensor = getattr(self, buffer.name)
+                tensor.masked_fill_(beyond.view(*beyond.shape, *[1] * (tensor.dim() - 3)), buffer.empty)
+
+    def _follow_(self, buffers: list[Buffer], before: Tensor) -> None:
+        """Move ``buffers`` as a compaction moved the positions, which were ``before``: a token keeps its own."""
+        last = torch.iinfo(before.dtype).max
+        source = torch.searchsorted(before.masked_fill(before < 0, last), self.positions.clamp(min=0))
+        source = source.clamp(max=before.shape[2] - 1)
+        for buffer in buffers:
+            tensor: Tensor = getattr(self, buffer.name)
+            index = source.view(*source.shape, *[1] * (tensor.dim() - 3)).expand_as(tensor)
+            tensor.copy_(tensor.gather(2, index))
+        self.forget_beyond_lengths_()
+
+
+class LayerState(SlotStore, nn.Module):
+    """The buffers of one layer, as :func:`layer_buffers` declares them."""
+
+    queries: Tensor | None
+
+    def __init__(self, spec: LayerSpec, rows: int, dtype: torch.dtype, device: Any) -> None:
+        super().__init__()
+        self.spec = spec
+        self.declared = layer_buffers(spec)
+        self.slot_buffers = tuple(buffer for buffer in self.declared if buffer.per_slot)
+        sizes = layer_sizes(spec, rows)
+        for buffer in self.declared:
+            self.register_buffer(buffer.name, None if buffer.late else buffer.allocate(sizes, dtype, device))
+
+    def allocate_queries(self, num_heads: int, ring_size: int) -> None:
+        """The newest queries, and a spare place for what is not kept."""
+        sizes = layer_sizes(self.spec, self.keys.shape[0]) | {"heads": num_heads, "ring_and_spare": ring_size + 1}
+        with torch.inference_mode(False):
+            for buffer in self.declared:
+                if buffer.late:
+                    setattr(self, buffer.name, buffer.allocate(sizes, self.keys.dtype, self.keys.device))
+
+    def take_over_(self, work: WorkStore, lengths: Tensor) -> None:
+        """Become what ``work`` holds, with ``lengths``, in place."""
+        for buffer in self.slot_buffers:
+            tensor: Tensor = getattr(self, buffer.name)
+            tensor.copy_(getattr(work, buffer.name)[:, :, : tensor.shape[2]])
+        self.lengths.copy_(lengths)
+
+
+class WorkStore(SlotStore):
+    """A copy of a layer's slots with room for ``tokens`` more: what a prompt is appended to and compressed in."""
+
+    def __init__(self, layer: LayerState, tokens: int) -> None:
+        self.spec, self.slot_buffers = layer.spec, layer.slot_buffers
+        for buffer in layer.slot_buffers:
+            setattr(self, buffer.name, _with_room(getattr(layer, buffer.name), tokens, buffer.empty))
+        self.lengths = layer.lengths.clone()
+
+
+def _with_room(stored: Tensor, tokens: int, empty: int | None) -> Tensor:
+    """``stored`` with ``tokens`` more slots, empty or, where that may be anything, as the memory is found."""
+    rows, kv_heads, slots, *rest = stored.shape
+    if empty is not None:
+        return torch.cat([stored, stored.new_full((rows, kv_heads, tokens, *rest), empty)], dim=2)
+    larger = stored.new_empty(rows, kv_heads, slots + tokens, *rest)
+    larger[:, :, :slots].copy_(stored)
+    return larger
+
+
+@dataclass
+class CallState:
+    """What one layer's part of a call reads and writes, in place of the cache itself.
+
+    Attributes:
+        spec: what the cache is made for.
+        index: of the layer.
+        layer: its buffers.
+        rotary: its rotation.
+        tokens_seen: int64 ``[B]``, real tokens fed to each row before the call.
+        columns: int64, tokens fed, padding included.
+        croppable: int64, newest columns that may be taken back.
+        ring: which queries the layers hold.
+        progress: marks the cache half-written.
+    """
+
+    spec: CacheSpec
+    index: int
+    layer: LayerState
+    rotary: Rotary | None
+    tokens_seen: Tensor
+    columns: Tensor
+    croppable: Tensor
+    ring: QueryRing
+    progress: Progress
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.spec.num_layers - 1
+
+    def remember(self) -> Callable[[], None]:
+        """Note the layer's lengths; the returned function takes back what was appended since.
+
+        That lies beyond the old lengths, and new queries beyond the tokens seen.
+        """
+        lengths = self.layer.lengths.clone()
+
+        def undo() -> None:
+            self.layer.lengths.copy_(lengths)
+            self.layer.forget_beyond_lengths_()
+            self.ring.forget_from_(self.tokens_seen)
+
+        return undo

@@ -1,0 +1,188 @@
+"""Checks of a cache's calls, of row indices, and of saved states. They take the cache's state, not the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import validation as check
+from fastattn.modules.kv_cache.call import NewTokens
+from fastattn.modules.kv_cache.spec import CacheSpec
+from fastattn.modules.kv_cache.state import CallState
+
+_LAST_POSITION = 2**31 - 1
+
+
+def check_layer(spec: CacheSpec, layer: int) -> None:
+    """``layer`` is one of the cache's layers."""
+    if isinstance(layer, bool) or not isinstance(layer, int):
+        raise TypeError(f"layer must be an integer, got {type(layer).__name__}")
+    if not 0 <= layer < spec.num_layers:
+        raise ValueError(f"layer must be in 0..{spec.num_layers - 1}, got {layer}")
+
+
+def row_index(index: Tensor, rows: int, device: torch.device) -> Tensor:
+    """``index`` as int64 on the cache's device, its values checked on a CPU."""
+    if not isinstance(index, Tensor):
+        raise TypeError(f"index must be an integer tensor, got {type(index).__name__}")
+    if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
+        raise ValueError(f"index must be integers [N], got {index.dtype} {list(index.shape)}")
+    if index.device.type == "cpu" and index.numel() and not bool(((index >= 0) & (index < rows)).all()):
+        raise ValueError(f"index must name rows 0..{rows - 1}, got {index.tolist()}")
+    return index.to(device, torch.int64)
+
+
+# -- a saved state ---------------------------------------------------------------------------------------------------
+
+
+def queries_names(spec: CacheSpec, prefix: str) -> list[str]:
+    """What the layers' newest queries are called in a state; none where the policy keeps no queries."""
+    return [f"{prefix}layers.{layer}.queries" for layer in range(spec.num_layers)] if spec.ring_size else []
+
+
+def holds_no_query(state: Mapping[str, Any], prefix: str) -> bool:
+    """Whether ``state`` says that no place of the ring of queries is filled."""
+    index = state.get(f"{prefix}_query_index")
+    return index is not None and not bool((index >= 0).any())
+
+
+def check_saved(
+    spec: CacheSpec, held: Mapping[str, Tensor], saved: Mapping[str, Any], prefix: str, strict: bool
+) -> None:
+    """``saved``, whose names begin with ``prefix``, fits what the cache holds: shapes and, if ``strict``, names.
+
+    Empty newest queries that only one of the two has are no difference: they come with the first call.
+    """
+    shapes = {f"{prefix}{name}": list(value.shape) for name, value in held.items()}
+    late = queries_names(spec, prefix)
+    for layer, name in enumerate(late):
+        if name in saved and name not in shapes:
+            heads = spec.num_heads or saved[name].shape[1]
+            shapes[name] = [spec.batch_size, heads, spec.ring_size + 1, spec.layer(layer).head_dim]
+    for name, expected in shapes.items():
+        actual = list(getattr(saved.get(name), "shape", ()))
+        if name in saved and actual != expected:
+            raise ValueError(
+                f"state_dict must hold {name} of shape {expected}, got {actual}: it was saved from a cache of another "
+                "size"
+            )
+    optional = late if holds_no_query(saved, prefix) else []
+    missing = [name for name in shapes if name not in saved and name not in optional]
+    unexpected = [name for name in saved if name not in shapes]
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"state_dict must hold what the cache holds, but it lacks {missing} and has {unexpected} besides: it was "
+            "saved from another kind of cache"
+        )
+
+
+# -- a call ----------------------------------------------------------------------------------------------------------
+
+
+def check_new_tokens(state: CallState, new: NewTokens) -> None:
+    """Everything that can be wrong with the arguments of ``attend`` and ``update``, before anything is written."""
+    spec, layer, policy = state.spec, state.layer.spec, state.spec.policy
+    needs_queries = policy.query_window > 0
+    _check_new(state, "key", new.key, "B Hkv T Dk", layer.num_kv_heads, layer.head_dim)
+    rows, _, tokens, _ = new.key.shape
+    if new.query is not None:
+        _check_new(state, "query", new.query, "B H T Dk", None, layer.head_dim)
+        check.check_size("query", new.query, 2, tokens, "key's tokens")
+        check.check_groups(new.query, new.key)
+        if spec.num_heads is not None and new.query.shape[1] != spec.num_heads:
+            raise ValueError(f"query must have the cache's {spec.num_heads} heads, got {new.query.shape[1]}")
+    elif new.attend:
+        raise TypeError("query must be a tensor [B H T Dk], got NoneType")
+    elif needs_queries:
+        raise TypeError(f"query must be a tensor: {type(policy).__name__} looks at queries, got NoneType")
+    if layer.latent_rank is not None:
+        if new.value is not None:
+            raise ValueError(f"value must be None for a latent cache, got {list(new.value.shape)}")
+        if new.scale is None and (new.attend or needs_queries):
+            raise TypeError("scale must be given to a latent cache: it does not follow from its shapes, got None")
+    else:
+        if new.value is None:
+            raise TypeError("value must be a tensor [B Hkv T Dv], got NoneType")
+        _check_new(state, "value", new.value, "B Hkv T Dv", layer.num_kv_heads, layer.v_head_dim)
+        check.check_size("value", new.value, 2, tokens, "key's tokens")
+    check.check_no_grad("CompressedKVCache", query=new.query, key=new.key, value=new.value)
+    check.resolve_scale(new.scale, layer.head_dim)
+    _check_mask_and_positions(state, new, rows, tokens)
+
+
+def _check_mask_and_positions(state: CallState, new: NewTokens, rows: int, tokens: int) -> None:
+    mask, position_ids = new.attention_mask, new.position_ids
+    if mask is not None:
+        _check_per_token(state, "attention_mask", mask, rows, tokens)
+        if mask.dtype != torch.bool:
+            raise TypeError(f"attention_mask must be bool, False for padding, got {mask.dtype}")
+    if position_ids is not None:
+        _check_per_token(state, "position_ids", position_ids, rows, tokens, broadcast=True)
+        if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
+            raise TypeError(f"position_ids must be integers, got {position_ids.dtype}")
+    if not state.is_first or not check.checks_values(new.key):
+        return
+    if mask is not None:
+        split = check.find_split_row(mask)
+        if split is not None:
+            row, runs = split
+            raise ValueError(f"attention_mask must be one run of real tokens per row, got {runs} in row {row}")
+    if position_ids is not None:
+        _check_position_values(state, position_ids, mask)
+
+
+def _check_new(state: CallState, name: str, new: Tensor, dims: str, heads: int | None, head_dim: int) -> None:
+    check.check_tensor(name, new, dims)
+    keys, rows = state.layer.keys, state.spec.batch_size
+    if new.shape[0] != rows:
+        raise ValueError(f"{name} must have the cache's batch size {rows}, got {new.shape[0]}")
+    if heads is not None and new.shape[1] != heads:
+        raise ValueError(f"{name} must have the cache's {heads} key/value heads, got {new.shape[1]}")
+    if new.shape[3] != head_dim:
+        raise ValueError(f"{name} must have the cache's head dim {head_dim}, got {new.shape[3]}")
+    if new.dtype != keys.dtype:
+        raise TypeError(f"{name} must have the cache's dtype {keys.dtype}, got {new.dtype}")
+    if new.device != keys.device:
+        raise ValueError(f"{name} must be on the cache's device {keys.device}, got {new.device}")
+
+
+def _check_per_token(state: CallState, name: str, new: Tensor, rows: int, tokens: int, broadcast: bool = False) -> None:
+    check.check_tensor(name, new, "B T")
+    if new.shape[1] != tokens or not (new.shape[0] == rows or (broadcast and new.shape[0] == 1)):
+        raise ValueError(f"{name} must have shape [B T] = [{rows}, {tokens}], got {list(new.shape)}")
+    device = state.layer.keys.device
+    if new.device != device:
+        raise ValueError(f"{name} must be on the cache's device {device}, got {new.device}")
+
+
+def _check_position_values(state: CallState, position_ids: Tensor, mask: Tensor | None) -> None:
+    """Positions of real tokens rise, on from those in the cache."""
+    if mask is None:
+        mask = torch.ones_like(position_ids, dtype=torch.bool)
+    position_ids = position_ids.expand(mask.shape[0], -1)
+    real_ids = position_ids.masked_fill(~mask, 0)
+    if bool((real_ids < 0).any()):
+        raise ValueError("position_ids must not be negative at real tokens")
+    if bool((real_ids > _LAST_POSITION).any()):  # they are kept as int32
+        raise ValueError(f"position_ids must be at most {_LAST_POSITION}, got {int(real_ids.max())}")
+    both = mask[:, 1:] & mask[:, :-1]
+    falling = both & (position_ids[:, 1:] <= position_ids[:, :-1])
+    if bool(falling.any()):
+        row, column = falling.nonzero()[0].tolist()
+        pair = position_ids[row, column : column + 2].tolist()
+        raise ValueError(f"position_ids must rise over a row's real tokens, got {pair[0]} then {pair[1]} in row {row}")
+    if position_ids.shape[1] == 0:
+        return
+    state.progress.require_complete()  # else what is cached says nothing
+    newest = state.layer.positions.flatten(1).amax(1)
+    first = position_ids.masked_fill(~mask, torch.iinfo(position_ids.dtype).max).amin(1).expand_as(newest)
+    behind = mask.any(1) & (first <= newest)
+    if bool(behind.any()):
+        row = int(behind.nonzero()[0])
+        raise ValueError(
+            f"position_ids must go on after the cached tokens, got {int(first[row])} in row {row} after "
+            f"{int(newest[row])}: pass what is new, not the whole history, or reset() the cache"
+        )
