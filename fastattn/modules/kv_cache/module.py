@@ -13,7 +13,7 @@ from fastattn.modules.kv_cache.buffers import SHARED_BUFFERS, Buffer
 from fastattn.modules.kv_cache.progress import Progress
 from fastattn.modules.kv_cache.query_ring import QueryRing
 from fastattn.modules.kv_cache.spec import CacheSpec
-from fastattn.modules.kv_cache.state import CallState, LayerState
+from fastattn.modules.kv_cache.state import CallState, CacheLayer
 from fastattn.modules.kv_cache.validation import check_layer, check_saved, holds_no_query, queries_names
 from fastattn.modules.policies import Policy
 from fastattn.modules.rotary import Rotary
@@ -35,7 +35,7 @@ class CacheModule(nn.Module):
         dtype = spec.dtype or torch.get_default_dtype()
         with torch.inference_mode(False):  # buffers made under inference mode could not be written outside of it
             self.layers = nn.ModuleList(
-                LayerState(spec.layer(index), spec.batch_size, dtype, device) for index in range(spec.num_layers)
+                CacheLayer(spec.layer(index), spec.batch_size, dtype, device) for index in range(spec.num_layers)
             )
             self.rotary = None if rotary is None else copy.deepcopy(rotary).to(self.device)
             sizes = {"rows": spec.batch_size, "ring": spec.ring_size}
@@ -144,11 +144,11 @@ class CacheModule(nn.Module):
         """Of all state."""
         return self._layer(0).keys.device
 
-    def _layer(self, layer: int) -> LayerState:
+    def _layer(self, layer: int) -> CacheLayer:
         check_layer(self._spec, layer)
         return self.layers[layer]  # type: ignore[return-value]
 
-    def _all_layers(self) -> list[LayerState]:
+    def _all_layers(self) -> list[CacheLayer]:
         return list(self.layers)  # type: ignore[arg-type]
 
     def _declared_buffers(self) -> Iterator[tuple[Buffer, Tensor]]:

@@ -75,7 +75,7 @@ class SlotStore:
         self.forget_beyond_lengths_()
 
 
-class LayerState(SlotStore, nn.Module):
+class CacheLayer(SlotStore, nn.Module):
     """The buffers of one layer, as :func:`layer_buffers` declares them."""
 
     queries: Tensor | None
@@ -108,7 +108,7 @@ class LayerState(SlotStore, nn.Module):
 class WorkStore(SlotStore):
     """A copy of a layer's slots with room for ``tokens`` more: what a prompt is appended to and compressed in."""
 
-    def __init__(self, layer: LayerState, tokens: int) -> None:
+    def __init__(self, layer: CacheLayer, tokens: int) -> None:
         self.spec, self.slot_buffers = layer.spec, layer.slot_buffers
         for buffer in layer.slot_buffers:
             setattr(self, buffer.name, _with_room(getattr(layer, buffer.name), tokens, buffer.empty))
@@ -143,7 +143,7 @@ class CallState:
 
     spec: CacheSpec
     index: int
-    layer: LayerState
+    layer: CacheLayer
     rotary: Rotary | None
     tokens_seen: Tensor
     columns: Tensor
