@@ -24,12 +24,13 @@ import torch
 
 from examples import _smollm2
 from fastattn import CompressedKVCache, Rotary
+from fastattn.modules import policy_names
 from tests._helpers.recorded import Difference, Recorded
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / ".venv-kvpress"
 PACKAGES = ("kvpress==0.5.5", "transformers==5.2.0", "torch==2.13.0")
-POLICIES = ("expected_attention", "knorm", "streaming_llm", "key_diff")
+POLICIES = policy_names()
 TOKENS = 1024
 RATIOS = (0.5, 0.75)
 

@@ -22,8 +22,9 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from examples import _smollm2
+from fastattn.modules import policy_names
 
-POLICIES = ("expected_attention", "knorm", "streaming_llm", "key_diff")
+POLICIES = policy_names()
 PASSKEY = "48213"
 NEEDLE = f"\n\nThe pass key is {PASSKEY}. Remember it. {PASSKEY} is the pass key.\n\n"
 QUESTION = "\n\nWhat is the pass key? The pass key is"

@@ -19,8 +19,9 @@ from torch.nn import functional
 from tqdm import trange
 
 import fastattn
+from fastattn.modules import policy_names
 
-POLICIES = ("expected_attention", "knorm", "streaming_llm", "key_diff")
+POLICIES = policy_names()
 VOCABULARY, WIDTH, HEADS, KV_HEADS, LAYERS = 256, 128, 4, 2, 2
 HEAD_DIM = WIDTH // HEADS
 

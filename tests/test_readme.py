@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastattn.modules.policies import NAMED_POLICIES
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
@@ -35,6 +37,13 @@ def test_snippet_runs(page: Path, code: str) -> None:
 
         code = code.replace(MODEL, repr(str(_smollm2.folder())))
     exec(compile(code, str(page), "exec"), {"__name__": "readme"})
+
+
+def test_the_table_of_policies_is_the_registry() -> None:
+    rows = [f'| `"{named.name}"` | {named.keeps} | {named.source} |' for named in NAMED_POLICIES.values()]
+    table = re.search(r"^\| name \| keeps \| source \|\n\|[-|]+\|\n((?:\|.*\n)+)", README.read_text(), re.MULTILINE)
+    assert table is not None
+    assert table[1].splitlines() == rows
 
 
 def test_pages_have_the_snippets_that_are_tested() -> None:

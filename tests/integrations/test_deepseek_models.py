@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastattn import LowRankAttention
+from fastattn.modules import policy_names
 
 transformers = pytest.importorskip("transformers")
 from fastattn.integrations.transformers import compressed_cache, replace_attention_  # noqa: E402
@@ -104,7 +105,7 @@ def test_decoding_over_a_growing_cache_holds_latents_and_is_absorbed(monkeypatch
     assert layer.values.shape == (1, 1, 16, 8)
 
 
-POLICIES = ["knorm", "streaming_llm", "key_diff", "expected_attention"]
+POLICIES = policy_names()
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -10,12 +10,13 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache
 
 from fastattn.integrations.transformers import compressed_cache, prefill
+from fastattn.modules import policy_names
 from tests._helpers.budget import assert_within_budget
 from tests._helpers.hf_models import FAMILIES, distinct_tokens, make_model, ragged_prompt
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")]
 
-POLICIES = ("expected_attention", "knorm", "streaming_llm", "key_diff")
+POLICIES = policy_names()
 
 
 def greedy(model, ids, tokens=12, **kwargs):

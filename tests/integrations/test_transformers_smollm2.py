@@ -16,10 +16,11 @@ from packaging.version import Version
 
 from examples import _smollm2
 from fastattn.integrations.transformers import compressed_cache
+from fastattn.modules import policy_names
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")]
 
-POLICIES = ("expected_attention", "knorm", "streaming_llm", "key_diff")
+POLICIES = policy_names()
 TOKENS = 200 if Version(transformers.__version__) >= Version("5.20") else 60  # the oldest release: the same, shorter
 CLOSE = 1e-4
 LENGTHS = (96, 61, 30)

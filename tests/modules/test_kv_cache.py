@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fastattn import CompressedKVCache, ExpectedAttention, Knorm, Policy, Rotary, StreamingLLM
+from fastattn.modules import policy_names
 from fastattn.modules.kv_cache.buffers import Buffer, layer_buffers
-from fastattn.modules.policies import policy_names
 from fastattn.ops import reference
 
 HEADS, KV_HEADS, DIM = 4, 2, 8

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from fastattn import CompressedKVCache, ExpectedAttention, KeyDiff, Knorm, Rotary, StreamingLLM
+from fastattn.modules import policy_names
 from tests._helpers import exact_policies as exact
 from tests._helpers.list_cache import Entry, ListCache
 
@@ -64,7 +65,7 @@ class CacheMachine(RuleBasedStateMachine):
     """Runs the same calls on both, and compares everything after each."""
 
     @initialize(
-        name=st.sampled_from(["knorm", "key_diff", "streaming_llm", "expected_attention"]),
+        name=st.sampled_from(policy_names()),
         rows=st.integers(1, 3),
         budget=st.integers(SINK, 9),
         interval=st.integers(1, 4),

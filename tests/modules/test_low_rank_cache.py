@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fastattn import CompressedKVCache, ExpectedAttention, KeyDiff, Knorm, LowRankAttention, StreamingLLM
-from fastattn.modules import low_rank_paths
+from fastattn.modules import low_rank_paths, policy_names
 from fastattn.modules.low_rank_absorb import absorbs, is_plain_linear
 from tests._helpers import exact_policies as exact
 from tests._helpers.budget import assert_within_budget
 from tests._helpers.latent import SMALL, double, inputs, plain, small_module
 
-POLICIES = ["knorm", "streaming_llm", "key_diff", "expected_attention"]
+POLICIES = policy_names()
 
 
 def cache_for(

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from fastattn import CompressedKVCache, ExpectedAttention, KeyDiff, Knorm, Policy, Rotary, StreamingLLM
+from fastattn.modules import policy_names
 from fastattn.modules.policies import CacheState, QueryWindow
 from tests._helpers import draw, exact_policies
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 INV_FREQ = 1000.0 ** -(torch.arange(DIM // 2) / (DIM // 2))
-POLICIES = ["expected_attention", "knorm", "streaming_llm", "key_diff"]
+POLICIES = policy_names()
 
 
 class Sequence:

@@ -7,6 +7,7 @@ import torch
 
 from examples import _smollm2
 from fastattn import CompressedKVCache, Rotary
+from fastattn.modules import policy_names
 from tests._helpers import exact_policies
 from tests._helpers.recorded import Difference, Recorded, record_prefill, scores_of
 
@@ -24,7 +25,7 @@ def prefill() -> tuple[list[Recorded], Rotary]:
     return record_prefill(model, ids), Rotary(model.model.rotary_emb.inv_freq)
 
 
-@pytest.mark.parametrize("policy", ["expected_attention", "knorm", "streaming_llm", "key_diff"])
+@pytest.mark.parametrize("policy", policy_names())
 def test_kept_positions_of_one_prefill(policy: str, prefill: tuple[list[Recorded], Rotary]) -> None:
     layers, rotary = prefill
     kv_heads, _, dim = layers[0].key.shape

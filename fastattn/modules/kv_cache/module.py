@@ -13,7 +13,7 @@ from fastattn.modules.kv_cache.buffers import SHARED_BUFFERS, Buffer
 from fastattn.modules.kv_cache.progress import Progress
 from fastattn.modules.kv_cache.query_ring import QueryRing
 from fastattn.modules.kv_cache.spec import CacheSpec
-from fastattn.modules.kv_cache.state import CallState, CacheLayer
+from fastattn.modules.kv_cache.state import CacheLayer, CallState
 from fastattn.modules.kv_cache.validation import check_layer, check_saved, holds_no_query, queries_names
 from fastattn.modules.policies import Policy
 from fastattn.modules.rotary import Rotary
