@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.modules import low_rank_paths as paths
-from fastattn.modules.low_rank import LowRankAttention
-from fastattn.modules.low_rank_absorb import absorbs
+from fastattn.modules.low_rank import LowRankAttention, paths
+from fastattn.modules.low_rank.absorption import absorbs
 from fastattn.validation import checks_values
 
 CARRIED = "fastattn_cache"  # the keyword argument that carries a compressed cache to the attention calls of a model
@@ -79,7 +78,8 @@ class TransformersAttention(LowRankAttention):
         both = paths.Projected(*queries, latent[:, 0], rope_key[:, 0], position_ids, real)
         first_call = tokens == latent.shape[2]
         few = absorbs(tokens, self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim)
-        out = (paths.absorbed if few and not first_call else paths.expanded)(self, both, True)
+        attend = paths.absorbed if few and not first_call else paths.expanded
+        out = attend(self.up_projection(), both, self.scale, True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
