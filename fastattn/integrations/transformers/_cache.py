@@ -8,16 +8,14 @@ import torch
 from torch import Tensor
 
 from fastattn.integrations.transformers import _versions
-from fastattn.integrations.transformers._attention import new_token_mask
+from fastattn.integrations.transformers._attention import new_token_mask, previous_attention
 from fastattn.integrations.transformers._layers import (
-    CarriedCache,
     CompressedLayer,
-    attend_before,
+    ForwardedCache,
     check_arguments,
 )
 from fastattn.integrations.transformers._model import ModelSpec, switch
 from fastattn.modules.kv_cache import CompressedKVCache
-from fastattn.modules.low_rank import LowRankAttention
 from fastattn.modules.policies import Policy, resolve_policy
 
 
@@ -63,8 +61,8 @@ def compressed_cache(
             another kind (convolutions, recurrent states). The model is then as it was.
     """
     policy = resolve_policy(policy)
-    carrier = switch(model)
-    spec = carrier.spec
+    hook = switch(model)
+    spec = hook.spec
     if spec.rotary is None and (policy.needs_rotary or policy.rerotate):
         raise ValueError(
             f"policy must do without the model's rotation, got {policy!r}: the layers of {type(model).__name__} rotate "
@@ -87,10 +85,10 @@ def compressed_cache(
         dtype=spec.dtype if dtype is None else dtype,
         device=spec.device,
     )
-    return CompressedCache(kv, spec, carrier.config)
+    return CompressedCache(kv, spec, hook.config)
 
 
-class CompressedCache(CarriedCache):
+class CompressedCache(ForwardedCache):
     """A transformers cache whose full-attention layers are held, within a budget, by :attr:`kv`.
 
     Sliding-window layers keep transformers' own cache of their window. Made by :func:`compressed_cache`.
@@ -117,7 +115,7 @@ class CompressedCache(CarriedCache):
     ) -> tuple[Tensor, Tensor | None]:
         slot = self._slots[module.layer_idx]
         if slot is None:
-            return attend_before(module, query, key, value, attention_mask, arguments)
+            return previous_attention(module)(module, query, key, value, attention_mask, **arguments)
         check_arguments(arguments)
         mask, position_ids = new_token_mask(attention_mask), arguments.get("position_ids")
         if torch.is_autocast_enabled(query.device.type):
@@ -140,14 +138,8 @@ class CompressedCache(CarriedCache):
         self, module: Any, hidden_states: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None
     ) -> Tensor:
         slot = self._slots[module.layer_idx]
-        out = LowRankAttention.forward(
-            module,
-            hidden_states,
-            position_ids=position_ids,
-            attention_mask=new_token_mask(attention_mask),
-            cache=self.kv,
-            layer=slot,
-        )
+        mask = new_token_mask(attention_mask)
+        out: Tensor = module.attend_latent_cache(hidden_states, position_ids, mask, self.kv, slot)
         if slot == self._last:
             self.entered = False
         return out
