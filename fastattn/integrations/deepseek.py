@@ -8,7 +8,7 @@ from torch import nn
 
 from fastattn.integrations.low_rank import TransformersAttention
 
-# transformers' class -> whether its rotation pairs neighbours whatever the configuration says
+# transformers' class -> whether its rotation pairs neighbors whatever the configuration says
 _REPLACED = {"DeepseekV2Attention": True, "DeepseekV3Attention": False}
 _KEPT_MODULES = (
     "q_proj",

@@ -46,7 +46,7 @@ def compressed_cache(
         budget: tokens kept per row and head of every full-attention layer.
         batch_size: rows; with beams or several returned sequences, rows times those.
         interval: decode steps between two compressions.
-        max_step: most tokens of a call that counts as a decode step. Above 1 the cache is made for assisted decoding:
+        max_step: most tokens of a call that counts as a decode step. Above 1 the cache serves assisted decoding:
             it can be cropped while nothing has been evicted since, and ``generate`` does not compile over it.
         dtype: of the cache; must be the dtype of the model's keys, which is the default. Under autocast it may be any:
             queries, keys and values are cast to it.
@@ -63,35 +63,33 @@ def compressed_cache(
     policy = resolve_policy(policy)
     hook = switch(model)
     spec = hook.spec
+    _check_rotation(model, policy, spec)
+    kv = CompressedKVCache(
+        policy,
+        budget,
+        **spec.cache_arguments(),
+        batch_size=batch_size,
+        interval=interval,
+        max_step=max_step,
+        dtype=spec.dtype if dtype is None else dtype,
+    )
+    return CompressedCache(kv, spec, hook.config)
+
+
+def _check_rotation(model: Any, policy: Policy, spec: ModelSpec) -> None:
+    """The model has the one rotation that ``policy`` may need."""
     if spec.rotary is None and (policy.needs_rotary or policy.rerotate):
         raise ValueError(
             f"policy must do without the model's rotation, got {policy!r}: the layers of {type(model).__name__} rotate "
             'at frequencies of their own. Convert with LowRankConfig(rope_selection="uniform") and a number for '
             "freq_fold to give them one rotation"
         )
-    kv = CompressedKVCache(
-        policy,
-        budget,
-        num_layers=spec.num_compressed,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        v_head_dim=spec.v_head_dim,
-        latent_rank=spec.latent_rank,
-        num_heads=spec.num_heads,
-        batch_size=batch_size,
-        interval=interval,
-        max_step=max_step,
-        rotary=spec.rotary,
-        dtype=spec.dtype if dtype is None else dtype,
-        device=spec.device,
-    )
-    return CompressedCache(kv, spec, hook.config)
 
 
 class CompressedCache(ForwardedCache):
     """A transformers cache whose full-attention layers are held, within a budget, by :attr:`kv`.
 
-    Sliding-window layers keep transformers' own cache of their window. Made by :func:`compressed_cache`.
+    Sliding-window layers keep transformers' own cache of their window. :func:`compressed_cache` constructs it.
 
     Attributes:
         kv: the :class:`~fastattn.CompressedKVCache`; its layer ``i`` is the model's ``i``-th full-attention layer.

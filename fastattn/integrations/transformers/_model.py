@@ -60,6 +60,19 @@ class ModelSpec:
     def num_compressed(self) -> int:
         return sum(slot is not None for slot in self.slots)
 
+    def cache_arguments(self) -> dict[str, Any]:
+        """What :class:`~fastattn.CompressedKVCache` is constructed with for such a model, its dtype aside."""
+        return {
+            "num_layers": self.num_compressed,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "v_head_dim": self.v_head_dim,
+            "latent_rank": self.latent_rank,
+            "num_heads": self.num_heads,
+            "rotary": self.rotary,
+            "device": self.device,
+        }
+
     @property
     def signature(self) -> str:
         """Equal for models that can use each other's caches."""
