@@ -55,7 +55,7 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
 
 
 def fresh_rotary(decoder: nn.Module) -> Any:
-    """The decoder's rotary tables made anew: a cast of the model rounded the tables it holds."""
+    """The decoder's rotary tables, computed anew: a cast of the model rounded those that it holds."""
     rotary = getattr(decoder, "rotary_emb", None)
     if rotary is None or not hasattr(rotary, "inv_freq"):
         raise ValueError(f"model must have one table of rotary frequencies (rotary_emb), got {type(decoder).__name__}")
