@@ -1,4 +1,14 @@
-"""Convert trained MHA/GQA attention into LowRankAttention, and save, load and export the result."""
+"""Convert trained MHA/GQA attention into LowRankAttention, and save, load and export the result.
+
+- asked and answered: ``config``, ``report``
+- the model as it comes: ``families`` (where its attention is, and whether it can be converted), ``weights`` (one layer
+  as float64 matrices)
+- the calibration text: ``calibration`` (its way through the layers), ``statistics`` (second moments),
+  ``moment_source`` (where a conversion gets them from)
+- the mathematics: ``rope`` (which directions keep a position), ``factors`` (the low-rank decomposition)
+- the conversion: ``conversion``, ``attention`` (the module it puts in place), ``resume``, ``memory``
+- afterwards: ``storage``, ``latent_norm``, ``deepseek_export``; ``deepseek`` (names of other checkpoints)
+"""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ from fastattn.convert.config import LowRankConfig
 from fastattn.convert.factors import LayerFactors, allocate_ranks, build_factors, project, stack_key_value
 from fastattn.convert.families import AttentionSite, attention_sites, check_site, decoder_of, read_weights
 from fastattn.convert.memory import peak_memory, reset_peak_memory
+from fastattn.convert.moment_source import MomentSource, source_for
 from fastattn.convert.report import ConversionReport, LayerReport
 from fastattn.convert.resume import ResumeState
 from fastattn.convert.rope import RopeSplit, split_rope
-from fastattn.convert.source import Source, calibration_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,14 +39,14 @@ CONFIG_ENTRY = "fastattn_low_rank"
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a layer is made into: its RoPE split and decomposition on one second moment."""
+    """What a layer's factors are computed from: its weights, their RoPE split and one second moment."""
 
     weights: AttentionWeights
     split: RopeSplit
     moment: Tensor
 
 
-@torch.inference_mode(False)  # what is made under the caller's inference mode could not be trained
+@torch.inference_mode(False)  # weights created under the caller's inference mode could not be trained
 def to_low_rank_(
     model: nn.Module,
     config: LowRankConfig,
@@ -65,6 +65,8 @@ def to_low_rank_(
 
     Supported: decoders of rotary MHA/GQA attention from plain linear projections, split or fused, with or without
     biases (Llama, Mistral, Qwen2, Phi-3 and alike). What each layer computes is checked on the calibration text before.
+    Memory: besides the model and the converted layers, one layer's statistics (float64 ``[hidden+1, hidden+1]``) and
+    the calibration text's hidden states between two layers.
 
     Args:
         model: the model; its attention modules are replaced in place.
@@ -78,50 +80,24 @@ def to_low_rank_(
     Returns:
         The report: print it, ``as_dict()``, ``save_json(path)``, ``plot(path)``.
 
-    Memory: besides the model and the converted layers, one layer's statistics (float64 ``[hidden+1, hidden+1]``) and
-    the calibration text's hidden states between two layers.
-
     Raises:
         TypeError, ValueError: an argument that does not fit, attention that can't be expressed, calibration shorter
             than the largest rank or with activations that are not finite. The model is unchanged then.
     """
-    if not isinstance(config, LowRankConfig):
-        raise TypeError(f"config must be a LowRankConfig, got {type(config).__name__}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
     started = time.perf_counter()
-    if hasattr(decoder_of(model).config, CONFIG_ENTRY):
-        raise ValueError("model must not be converted already, got one whose configuration says it is")
-    sites = attention_sites(model)
-    chosen = [site for site in sites if config.wants(site.name)]
-    if not chosen:
-        raise ValueError(f"layers must match at least one of {sites[0].name}..{sites[-1].name}, got {config.layers!r}")
-    for site in chosen:
-        check_site(model, site)
+    chosen = _chosen_sites(model, config)
     if evaluation is not None:
         token_batches("evaluation", evaluation, model)
     reset_peak_memory(model)
-    source = calibration_source(model, config, calibration, chosen)
-    resume = None
-    if resume_dir is not None:
-        names = [site.name for site in chosen]
-        resume = ResumeState(Path(resume_dir), model, config, names, source.fingerprint)
+    source = source_for(model, config, calibration, chosen)
+    resume = None if resume_dir is None else _resume_state(resume_dir, model, config, chosen, source)
     loss_before = None if evaluation is None else held_out_loss(model, evaluation)
 
     with evaluating(model):
         ranks = _ranks(model, config, source, chosen, progress)
-        replaced, rows = _convert_layers(model, config, source, sites, ranks, resume, progress)
-    originals = {site: site.attention for site in chosen}
-    try:
-        for site in chosen:
-            site.parent.self_attn = replaced[site.name].train(site.attention.training)
-        _record(model, replaced)
+        replaced, rows = _convert_layers(model, config, source, ranks, resume, progress)
+    with _swapped_in(model, chosen, replaced):
         loss_after = None if evaluation is None else held_out_loss(model, evaluation)
-    except BaseException:
-        for site, attention in originals.items():
-            site.parent.self_attn = attention
-        _record(model, {})
-        raise
     return ConversionReport(
         layers=rows,
         config=config.as_dict(),
@@ -133,7 +109,48 @@ def to_low_rank_(
     )
 
 
-def _plan(model: nn.Module, config: LowRankConfig, source: Source, site: AttentionSite, moment: Tensor) -> _Plan:
+def _chosen_sites(model: nn.Module, config: LowRankConfig) -> list[AttentionSite]:
+    """The attention that ``config`` asks to convert, all of it convertible."""
+    if not isinstance(config, LowRankConfig):
+        raise TypeError(f"config must be a LowRankConfig, got {type(config).__name__}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
+    if hasattr(decoder_of(model).config, CONFIG_ENTRY):
+        raise ValueError("model must not be converted already, got one whose configuration says it is")
+    sites = attention_sites(model)
+    chosen = [site for site in sites if config.wants(site.name)]
+    if not chosen:
+        raise ValueError(f"layers must match at least one of {sites[0].name}..{sites[-1].name}, got {config.layers!r}")
+    for site in chosen:
+        check_site(model, site)
+    return chosen
+
+
+def _resume_state(
+    folder: str | Path, model: nn.Module, config: LowRankConfig, sites: list[AttentionSite], source: MomentSource
+) -> ResumeState:
+    return ResumeState(Path(folder), model, config, [site.name for site in sites], source.fingerprint)
+
+
+@contextmanager
+def _swapped_in(
+    model: nn.Module, sites: list[AttentionSite], replaced: dict[str, ConvertedAttention]
+) -> Iterator[None]:
+    """``replaced`` takes the place of the original attention, which an error in the context puts back."""
+    originals = {site: site.attention for site in sites}
+    try:
+        for site in sites:
+            site.parent.self_attn = replaced[site.name].train(site.attention.training)
+        _record(model, replaced)
+        yield
+    except BaseException:
+        for site, attention in originals.items():
+            site.parent.self_attn = attention
+        _record(model, {})
+        raise
+
+
+def _plan(model: nn.Module, config: LowRankConfig, source: MomentSource, site: AttentionSite, moment: Tensor) -> _Plan:
     weights = read_weights(model, site)
     moment = moment.to(weights.key.device)
     split = split_rope(
@@ -149,7 +166,7 @@ def _plan(model: nn.Module, config: LowRankConfig, source: Source, site: Attenti
 
 
 def _ranks(
-    model: nn.Module, config: LowRankConfig, source: Source, chosen: list[AttentionSite], progress: bool
+    model: nn.Module, config: LowRankConfig, source: MomentSource, chosen: list[AttentionSite], progress: bool
 ) -> dict[str, int | None]:
     """Every layer's latent rank; ``None`` for full. A budget is shared by the spectra of the original's statistics."""
     if config.kv_rank_budget is None:
@@ -171,12 +188,13 @@ def _ranks(
 def _convert_layers(
     model: nn.Module,
     config: LowRankConfig,
-    source: Source,
-    sites: list[AttentionSite],
+    source: MomentSource,
     ranks: dict[str, int | None],
     resume: ResumeState | None,
     progress: bool,
 ) -> tuple[dict[str, ConvertedAttention], list[LayerReport]]:
+    """The converted attention by name, and what there is to report of it."""
+    sites = attention_sites(model)
     source.start([site for site in sites if site.name in ranks])
     replaced: dict[str, ConvertedAttention] = {}
     rows: list[LayerReport] = []

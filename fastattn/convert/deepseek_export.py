@@ -27,7 +27,7 @@ def export_deepseek_v3(model: nn.Module, path: str | Path) -> None:
         model: Llama, Mistral, Qwen2, Phi-3 or alike, all of whose attention is :class:`~fastattn.LowRankAttention`.
         path: the folder; renamed into place when complete.
 
-    Before anything is written, DeepSeek-V3 is made of the same tensors and compared with the model on a few tokens.
+    Before anything is written, a DeepSeek-V3 model of the same tensors is compared with the model on a few tokens.
 
     Raises:
         ValueError: what the layout can't express, and where; other outputs, as scaled embeddings or other norms than
@@ -86,7 +86,7 @@ def _setting(config: Any, name: str) -> Any:
 
 
 def _check_outputs(model: nn.Module, config: Any, state: dict[str, Tensor]) -> None:
-    """DeepSeek-V3 of ``config``, made of the tensors themselves, gives the model's logits.
+    """A DeepSeek-V3 model of ``config`` that holds the tensors themselves gives the model's logits.
 
     Catches what no attribute shows: scaled embeddings, residuals or logits, other norms, other rotary tables.
     """

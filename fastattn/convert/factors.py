@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor
 
 from fastattn.convert.rope import RopeSplit
@@ -111,28 +112,20 @@ def build_factors(
     if rank > joint.matrix.shape[0]:
         raise ValueError(f"kv_lora_rank must be at most {joint.matrix.shape[0]} here, got {rank}")
     projection = project(joint.matrix, moment, rank, method)
-    up_key = projection.up[: joint.nope_rows] * joint.balance
-    up_value = projection.up[joint.nope_rows :]
-
-    heads, kv_heads, dim = weights.num_heads, weights.num_kv_heads, weights.head_dim
-    nope_dim, rope_dim = split.nope_dims.numel(), split.kept.shape[0]
-    nope_up = (split.rest.T @ up_key).view(kv_heads, dim, rank)[:, split.nope_dims]
-    value_up = up_value.view(kv_heads, weights.v_head_dim, rank)
-    kv_b = torch.cat([nope_up, value_up], dim=1).repeat_interleave(heads // kv_heads, dim=0)
     kv_a = torch.cat([projection.down, split.kept @ weights.key * weights.attention_factor])
 
     arguments: dict[str, object] = {
         "kv_lora_rank": rank,
         "q_lora_rank": q_rank,
-        "qk_nope_head_dim": nope_dim,
-        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": split.nope_dims.numel(),
+        "qk_rope_head_dim": split.kept.shape[0],
         "v_head_dim": weights.v_head_dim,
         "rope_interleave": True,
         "latent_norm": False,
         "bias": weights.kv_bias or weights.output_bias or (weights.query_bias and q_rank is not None),
         "q_bias": weights.query_bias and q_rank is None,
     }
-    state: dict[str, Tensor] = {"kv_b_proj.weight": kv_b.reshape(-1, rank)}
+    state: dict[str, Tensor] = {"kv_b_proj.weight": _key_value_up(weights, split, joint, projection.up)}
     query_error = _query_state(state, weights, split, moment, q_rank, method, bool(arguments["q_bias"]))
     _set_projection(state, "kv_a_proj_with_mqa", kv_a, bool(arguments["bias"]))
     _set_projection(state, "o_proj", weights.output, bool(arguments["bias"]))
@@ -151,6 +144,16 @@ def build_factors(
     return LayerFactors(state, arguments, split.inv_freq.float(), errors)
 
 
+def _key_value_up(weights: AttentionWeights, split: RopeSplit, joint: JointKeyValue, up: Tensor) -> Tensor:
+    """The up-projection of every query head, ``[H (dn + dv), R]``, from the joint one ``up`` of the key/value heads."""
+    kv_heads = weights.num_kv_heads
+    key = split.rest.T @ (up[: joint.nope_rows] * joint.balance)
+    nope = rearrange(key, "(kv d) r -> kv d r", kv=kv_heads)[:, split.nope_dims]
+    value = rearrange(up[joint.nope_rows :], "(kv d) r -> kv d r", kv=kv_heads)
+    per_head = torch.cat([nope, value], dim=1)
+    return repeat(per_head, "kv d r -> (kv group d) r", group=weights.num_heads // kv_heads)
+
+
 def _query_state(
     state: dict[str, Tensor],
     weights: AttentionWeights,
@@ -163,24 +166,25 @@ def _query_state(
     """Add the query's projections to ``state`` and return their relative output error.
 
     Head ``h`` of key group ``g`` scores ``q . k_g``. With ``k_g = sum_j kept[j, g]^T k'_j + rest[:, g]^T r`` its rope
-    part becomes ``kept[:, g] q`` against the shared rope key ``k'``, turned at the same frequencies, and its nope part
+    part becomes ``kept[:, g] q`` against the shared rope key ``k'``, rotated at the same frequencies, and its nope part
     stays ``q`` against the rebuilt key. The softmax scale that LowRankAttention derives from the new head dim is undone
     in the weights.
     """
-    heads, dim, group = weights.num_heads, weights.head_dim, weights.num_heads // weights.num_kv_heads
-    rope = split.kept.view(-1, weights.num_kv_heads, dim).transpose(0, 1) * weights.attention_factor
-    nope = torch.eye(dim, dtype=torch.float64, device=rope.device)[split.nope_dims].expand(weights.num_kv_heads, -1, -1)
+    heads, dim, kv_heads = weights.num_heads, weights.head_dim, weights.num_kv_heads
+    rope = rearrange(split.kept, "n (kv d) -> kv n d", kv=kv_heads) * weights.attention_factor
+    nope = torch.eye(dim, dtype=torch.float64, device=rope.device)[split.nope_dims].expand(kv_heads, -1, -1)
     into_head = torch.cat([nope, rope], dim=1)
-    into_head = (into_head * weights.scale * into_head.shape[1] ** 0.5).repeat_interleave(group, dim=0)
+    into_head = into_head * weights.scale * into_head.shape[1] ** 0.5
+    into_head = repeat(into_head, "kv n d -> (kv group) n d", group=heads // kv_heads)
     if rank is None:
-        query = torch.einsum("hnd,hdx->hnx", into_head, weights.query.view(heads, dim, -1))
-        _set_projection(state, "q_proj", query.reshape(-1, query.shape[-1]), bias)
+        query = torch.einsum("hnd,hdx->hnx", into_head, rearrange(weights.query, "(h d) x -> h d x", h=heads))
+        _set_projection(state, "q_proj", rearrange(query, "h n x -> (h n) x"), bias)
         return 0.0
     if rank > heads * dim:
         raise ValueError(f"q_lora_rank must be at most {heads * dim} here, got {rank}")
     projection = project(weights.query, moment, rank, method)
-    up = torch.einsum("hnd,hdr->hnr", into_head, projection.up.view(heads, dim, rank))
-    state["q_b_proj.weight"] = up.reshape(-1, rank)
+    up = torch.einsum("hnd,hdr->hnr", into_head, rearrange(projection.up, "(h d) r -> h d r", h=heads))
+    state["q_b_proj.weight"] = rearrange(up, "h n r -> (h n) r")
     _set_projection(state, "q_a_proj", projection.down, weights.query_bias)
     return output_error(weights.query, projection.up @ projection.down, moment)
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fastattn.convert.weights import AttentionWeights
+from fastattn.integrations._arguments import CHANGING_ROPE_TYPES
 
 SPLIT = ("q_proj", "k_proj", "v_proj", "o_proj")
 FUSED = ("qkv_proj", "o_proj")
-CHANGING_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
 
 
 def fresh_rotary(decoder: nn.Module) -> Any:
-    """The decoder's rotary tables made anew: a cast of the model rounded the tables it holds."""
+    """The decoder's rotary tables, computed anew: a cast of the model rounded those that it holds."""
     rotary = getattr(decoder, "rotary_emb", None)
     if rotary is None or not hasattr(rotary, "inv_freq"):
         raise ValueError(f"model must have one table of rotary frequencies (rotary_emb), got {type(decoder).__name__}")
@@ -111,7 +111,7 @@ def _check_behavior(config: Any, site: AttentionSite, where: str) -> None:
         if getattr(config, name, None):
             raise ValueError(f"{where} has {name} {getattr(config, name)}, which LowRankAttention lacks")
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") in CHANGING_ROPE:
+    if rope.get("rope_type", "default") in CHANGING_ROPE_TYPES:
         raise ValueError(f"{where} has RoPE of type {rope['rope_type']!r}, whose frequencies change with length")
 
 

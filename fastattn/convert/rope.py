@@ -1,9 +1,9 @@
 """Concentrate RoPE: collect the energy of all key heads in few rotated dims, and leave the rest without position.
 
 Multiplying a pair ``(a, b)`` by a rotation is multiplying the complex number ``a + ib`` by ``exp(i angle)``. At one
-frequency the pairs of all heads are turned alike, so any unitary mixing of heads commutes with RoPE; its principal
+frequency the pairs of all heads are rotated alike, so any unitary mixing of heads commutes with RoPE; its principal
 components collect the energy of the calibrated keys (TransMLA, arXiv 2502.07864). FreqFold treats neighboring
-frequencies as equal and mixes over them too, at the price of turning some pairs at a slightly wrong frequency.
+frequencies as equal and mixes over them too, at the price of rotating some pairs at a slightly wrong frequency.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from fastattn.convert.weights import AttentionWeights
@@ -20,10 +21,10 @@ from fastattn.convert.weights import AttentionWeights
 class RopeSplit:
     """An orthogonal change of basis of all key heads side by side, ``[kept; rest]``.
 
-    ``kept [dr, Hkv d]``: rows of the shared rope key, pairs interleaved, pair ``i`` turned at ``inv_freq[i]``.
+    ``kept [dr, Hkv d]``: rows of the shared rope key, pairs interleaved, pair ``i`` rotated at ``inv_freq[i]``.
     ``rest [m, Hkv d]``: rows that lose or never had a position. ``nope_dims``: a head's dims that ``rest`` reaches.
     ``energy_kept``: share of the rotated key energy in ``kept``. ``expected_error``: mean squared change of the rotated
-    keys, relative to their energy, that the lost and misturned positions cause.
+    keys, relative to their energy, that lost positions and changed frequencies cause.
     """
 
     kept: Tensor
@@ -115,8 +116,8 @@ def _keep_all(weights: AttentionWeights) -> RopeSplit:
 
 def _concentrate(weights: AttentionWeights, covariance: Tensor, fold: int, mixing: str) -> _Components:
     """Principal components over heads and folded frequencies, by falling energy within each group."""
-    heads, count, dim = weights.num_kv_heads, weights.inv_freq.numel(), weights.head_dim
-    by_head = covariance.view(heads, dim, heads, dim)
+    heads, count = weights.num_kv_heads, weights.inv_freq.numel()
+    by_head = rearrange(covariance, "(h d) (g e) -> h d g e", h=heads, g=heads)
     first, second = slice(0, count), slice(count, 2 * count)
     real = by_head[:, first, :, first] + by_head[:, second, :, second]
     imaginary = by_head[:, second, :, first] - by_head[:, first, :, second]
@@ -143,7 +144,7 @@ def _concentrate(weights: AttentionWeights, covariance: Tensor, fold: int, mixin
     return _Components(loading, energy, order // size, order % size, fold)
 
 
-def _turning_error(difference: Tensor, context: int) -> Tensor:
+def _rotation_error(difference: Tensor, context: int) -> Tensor:
     """``E|exp(i difference distance) - 1|^2`` over distances below ``context``, weighted by ``1 / (1 + distance)``."""
     distance = torch.arange(context, dtype=torch.float64, device=difference.device)
     weight = 1 / (1 + distance)
@@ -154,7 +155,7 @@ def _turning_error(difference: Tensor, context: int) -> Tensor:
 def _select(weights: AttentionWeights, components: _Components, pairs: int, selection: str, context: int) -> RopeSplit:
     frequency = weights.inv_freq.double()
     fold = components.fold
-    lost = components.energy @ _turning_error(frequency, context)
+    lost = components.energy @ _rotation_error(frequency, context)
     if selection == "uniform":
         if not _shares_evenly(2 * pairs, frequency.numel(), fold, weights.num_kv_heads):
             raise ValueError(
@@ -162,20 +163,20 @@ def _select(weights: AttentionWeights, components: _Components, pairs: int, sele
             )
         per_group = pairs // (frequency.numel() // fold)
         chosen = components.rank_in_group < per_group
-        turned_at = components.group * fold + (components.rank_in_group * fold).div(per_group, rounding_mode="floor")
-        turned_at = turned_at.clamp_max(frequency.numel() - 1)
-        misturned = _misturned(components, frequency, context).gather(1, turned_at[:, None])[:, 0]
+        rotated_at = components.group * fold + (components.rank_in_group * fold).div(per_group, rounding_mode="floor")
+        rotated_at = rotated_at.clamp_max(frequency.numel() - 1)
+        changed = _changed_frequency_error(components, frequency, context).gather(1, rotated_at[:, None])[:, 0]
     else:
-        misturned, turned_at = _misturned(components, frequency, context).min(dim=1)
+        changed, rotated_at = _changed_frequency_error(components, frequency, context).min(dim=1)
         chosen = torch.zeros_like(components.group, dtype=torch.bool)
-        chosen[(lost - misturned).topk(pairs).indices] = True
+        chosen[(lost - changed).topk(pairs).indices] = True
     total = components.energy.sum().clamp_min(torch.finfo(torch.float64).tiny)
-    error = misturned[chosen].sum() + lost[~chosen].sum()
+    error = changed[chosen].sum() + lost[~chosen].sum()
     rest = torch.cat([_rows(weights, components.loading[~chosen]), _unrotated_rows(weights)])
     return RopeSplit(
         kept=_rows(weights, components.loading[chosen]),
         rest=rest,
-        inv_freq=weights.inv_freq[turned_at[chosen]],
+        inv_freq=weights.inv_freq[rotated_at[chosen]],
         nope_dims=torch.arange(weights.head_dim, device=rest.device),
         fold=fold,
         energy_kept=float(components.energy[chosen].sum() / total),
@@ -183,9 +184,9 @@ def _select(weights: AttentionWeights, components: _Components, pairs: int, sele
     )
 
 
-def _misturned(components: _Components, frequency: Tensor, context: int) -> Tensor:
-    """``[P, F]``: error of each component when turned at each frequency, infinite outside its group."""
-    between = _turning_error(frequency[:, None] - frequency[None, :], context)
+def _changed_frequency_error(components: _Components, frequency: Tensor, context: int) -> Tensor:
+    """``[P, F]``: error of each component when rotated at each frequency, infinite outside its group."""
+    between = _rotation_error(frequency[:, None] - frequency[None, :], context)
     error = components.energy @ between
     group_of = torch.arange(frequency.numel(), device=error.device) // components.fold
     return error.masked_fill(group_of[None] != components.group[:, None], torch.inf)
@@ -200,11 +201,11 @@ def _rows(weights: AttentionWeights, loading: Tensor) -> Tensor:
     rows = torch.zeros(number, 2, heads, weights.head_dim, dtype=torch.float64, device=loading.device)
     rows[:, 0, :, :count], rows[:, 0, :, count : 2 * count] = loading.real, loading.imag
     rows[:, 1, :, :count], rows[:, 1, :, count : 2 * count] = -loading.imag, loading.real
-    return rows.reshape(2 * number, heads * weights.head_dim)
+    return rearrange(rows, "n part h d -> (n part) (h d)")
 
 
 def _unrotated_rows(weights: AttentionWeights) -> Tensor:
-    """Unit rows of the dims that RoPE never turned."""
+    """Unit rows of the dims that RoPE never rotated."""
     basis = torch.eye(weights.num_kv_heads * weights.head_dim, dtype=torch.float64, device=weights.key.device)
-    by_head = basis.view(weights.num_kv_heads, weights.head_dim, -1)
-    return by_head[:, 2 * weights.inv_freq.numel() :].reshape(-1, basis.shape[1])
+    by_head = rearrange(basis, "(h d) c -> h d c", h=weights.num_kv_heads)
+    return rearrange(by_head[:, 2 * weights.inv_freq.numel() :], "h d c -> (h d) c")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 
@@ -13,7 +14,7 @@ class AttentionWeights:
     """Projections of a rotary attention layer; the last column of each matrix is its bias (zeros without one).
 
     ``query [H d, hidden+1]``, ``key [Hkv d, hidden+1]``, ``value [Hkv dv, hidden+1]``, ``output [hidden, H dv + 1]``,
-    all float64 on one device. RoPE turns the pairs ``(i, i + F)`` of each head, ``i < F = len(inv_freq)``, by
+    all float64 on one device. RoPE rotates the pairs ``(i, i + F)`` of each head, ``i < F = len(inv_freq)``, by
     ``position * inv_freq[i]`` and multiplies them by ``attention_factor``; further dims carry no position. Scores are
     multiplied by ``scale``.
     """
@@ -51,17 +52,17 @@ class AttentionWeights:
         """Causal attention of one sequence ``[S, hidden]`` from position 0, by the definition, in float64."""
         tokens = hidden_states.shape[0]
         inputs = torch.cat([hidden_states.to(self.query), self.query.new_ones(tokens, 1)], dim=1)
-        query = self._turn((inputs @ self.query.T).view(tokens, self.num_heads, self.head_dim))
-        key = self._turn((inputs @ self.key.T).view(tokens, self.num_kv_heads, self.head_dim))
-        value = (inputs @ self.value.T).view(tokens, self.num_kv_heads, self.v_head_dim)
+        query = self._rotate(rearrange(inputs @ self.query.T, "s (h d) -> s h d", h=self.num_heads))
+        key = self._rotate(rearrange(inputs @ self.key.T, "s (h d) -> s h d", h=self.num_kv_heads))
+        value = rearrange(inputs @ self.value.T, "s (h d) -> s h d", h=self.num_kv_heads)
         group = self.num_heads // self.num_kv_heads
         key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", query, key) * self.scale
         future = torch.ones(tokens, tokens, dtype=torch.bool, device=scores.device).triu(1)
         mixed = torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), value)
-        return mixed.reshape(tokens, -1) @ self.output[:, :-1].T + self.output[:, -1]
+        return rearrange(mixed, "s h d -> s (h d)") @ self.output[:, :-1].T + self.output[:, -1]
 
-    def _turn(self, heads: Tensor) -> Tensor:
+    def _rotate(self, heads: Tensor) -> Tensor:
         count = self.inv_freq.numel()
         position = torch.arange(heads.shape[0], dtype=torch.float64, device=heads.device)
         angle = torch.outer(position, self.inv_freq.double())[:, None, :]

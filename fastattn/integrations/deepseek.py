@@ -6,11 +6,11 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fastattn.convert.attention import TransformersAttention
+from fastattn.integrations.low_rank import TransformersAttention
 
-# transformers' class -> whether its rotation pairs neighbours whatever the configuration says
+# transformers' class -> whether its rotation pairs neighbors whatever the configuration says
 _REPLACED = {"DeepseekV2Attention": True, "DeepseekV3Attention": False}
-_MOVED = (
+_KEPT_MODULES = (
     "q_proj",
     "q_a_proj",
     "q_a_layernorm",
@@ -28,7 +28,7 @@ def replace_attention_(model: Model) -> Model:
     """Replace the attention of a DeepSeek-V2 or V3 model by :class:`~fastattn.LowRankAttention`, in place.
 
     The model then decodes absorbed: over transformers' own growing cache, which holds the latents, and over
-    ``compressed_cache(model, ...)``. Projections and norms are the same modules as before, so that adapters, quantised
+    ``compressed_cache(model, ...)``. Projections and norms are the same modules as before, so that adapters, quantized
     weights and offloading hooks on them go on working; the names in the state_dict stay.
 
     Args:
@@ -56,13 +56,13 @@ def replace_attention_(model: Model) -> Model:
         raise ValueError(
             f"model must hold {' or '.join(_REPLACED)}, got {type(model).__name__} with {others or 'no attention'}"
         )
-    new = [_made_from(child) for _, _, child in found]  # all of them, before the model changes
+    new = [_low_rank_from(child) for _, _, child in found]  # all of them, before the model changes
     for (parent, name, _), attention in zip(found, new, strict=True):
         setattr(parent, name, attention)
     return model
 
 
-def _made_from(old: nn.Module) -> TransformersAttention:
+def _low_rank_from(old: nn.Module) -> TransformersAttention:
     """The same layer as LowRankAttention, holding the projections and norms of ``old``."""
     config: Any = old.config
     _check_supported(old, config)
@@ -82,11 +82,11 @@ def _made_from(old: nn.Module) -> TransformersAttention:
         layer_idx=int(old.layer_idx),  # type: ignore[arg-type]
         device="meta",
     )
-    for name in _MOVED:
+    for name in _KEPT_MODULES:
         if getattr(old, name, None) is not None:
             setattr(new, name, getattr(old, name))
     weight = next(old.kv_a_proj_with_mqa.parameters())  # type: ignore[union-attr]
-    new.rotary.inv_freq = new.inv_freq = new.inv_freq.to(weight.device)
+    new.inv_freq = new.inv_freq.to(weight.device)
     return new.train(old.training)
 
 

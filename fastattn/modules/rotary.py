@@ -19,7 +19,7 @@ class Rotary(nn.Module):
 
     Args:
         inv_freq: ``[m]``, radians per position; kept in float32 whatever ``.to()`` says.
-        interleave: pairs are neighbours ``(0, 1), (2, 3), ...`` (DeepSeek) instead of halves ``(0, m), (1, m + 1)``,
+        interleave: pairs are neighbors ``(0, 1), (2, 3), ...`` (DeepSeek) instead of halves ``(0, m), (1, m + 1)``,
             ... (Llama).
         attention_factor: factor on the rotated dims.
         start: first rotated dim (the rank, for a latent cache ``[latent | rope key]``).
@@ -61,17 +61,17 @@ class Rotary(nn.Module):
             ValueError: ``positions`` for another number of tokens, or ``x`` has too few dims to rotate.
         """
         angle = self._angles(x, positions)
-        return self._turn(x, angle.cos() * self.attention_factor, angle.sin() * self.attention_factor)
+        return self._rotate_pairs(x, angle.cos() * self.attention_factor, angle.sin() * self.attention_factor)
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """The inverse of :meth:`rotate`."""
         angle = self._angles(x, positions)
-        return self._turn(x, angle.cos() / self.attention_factor, -angle.sin() / self.attention_factor)
+        return self._rotate_pairs(x, angle.cos() / self.attention_factor, -angle.sin() / self.attention_factor)
 
     def shift(self, x: Tensor, offsets: Tensor) -> Tensor:
         """An already rotated ``x [B, H, T, D]`` moved on by ``offsets [B, T]`` or ``[B, H, T]`` positions."""
         angle = self._angles(x, offsets)
-        return self._turn(x, angle.cos(), angle.sin())
+        return self._rotate_pairs(x, angle.cos(), angle.sin())
 
     def average(self, x: Tensor, first: Tensor, count: int) -> Tensor:
         r"""``x [B, ..., D]`` under the mean rotation over positions ``first, ..., first + count - 1``.
@@ -96,7 +96,7 @@ class Rotary(nn.Module):
         angle = (first.to(wide)[:, None] + (count - 1) / 2) * freq  # [B, m]
         angle = angle.view(angle.shape[0], *[1] * (x.dim() - 2), angle.shape[1])
         shrink = shrink * self.attention_factor
-        return self._turn(x, angle.cos() * shrink, angle.sin() * shrink)
+        return self._rotate_pairs(x, angle.cos() * shrink, angle.sin() * shrink)
 
     def _angles(self, x: Tensor, positions: Tensor) -> Tensor:
         if positions.shape[-1:] != x.shape[-2:-1]:
@@ -107,22 +107,22 @@ class Rotary(nn.Module):
         wide = x.dtype if x.dtype == torch.float64 else torch.float32
         if positions.dim() == 2:
             positions = positions[:, None]
-        return positions[..., None].to(wide) * self.inv_freq.to(wide)
+        return positions[..., None].to(wide) * self.inv_freq.to(x.device, wide)
 
-    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _rotate_pairs(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if x.shape[-1] < self.end:
             raise ValueError(f"x must have at least {self.end} dims to rotate, got {x.shape[-1]}")
-        rotated = x[..., self.start : self.end].to(cos.dtype)
+        pairs = x[..., self.start : self.end].to(cos.dtype)
         if self.interleave:
-            first, second = rotated[..., 0::2], rotated[..., 1::2]
-            turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+            first, second = pairs[..., 0::2], pairs[..., 1::2]
+            rotated = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
         else:
-            first, second = rotated.chunk(2, dim=-1)
-            turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        turned = turned.to(x.dtype)
-        if turned.shape[-1] == x.shape[-1]:
-            return turned
-        return torch.cat([x[..., : self.start], turned, x[..., self.end :]], dim=-1)
+            first, second = pairs.chunk(2, dim=-1)
+            rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        rotated = rotated.to(x.dtype)
+        if rotated.shape[-1] == x.shape[-1]:
+            return rotated
+        return torch.cat([x[..., : self.start], rotated, x[..., self.end :]], dim=-1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Moves to another device, but never rounds the frequencies."""

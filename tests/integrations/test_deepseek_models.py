@@ -91,12 +91,12 @@ def test_logits_and_greedy_tokens_stay(version: int, options: dict[str, Any], im
 
 
 def test_decoding_over_a_growing_cache_holds_latents_and_is_absorbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastattn.modules import low_rank_paths
+    from fastattn.modules.low_rank import paths
 
     taken = []
     for name in ("absorbed", "expanded"):
-        original = getattr(low_rank_paths, name)
-        monkeypatch.setattr(low_rank_paths, name, lambda *a, name=name, f=original: taken.append(name) or f(*a))
+        original = getattr(paths, name)
+        monkeypatch.setattr(paths, name, lambda *a, name=name, f=original: taken.append(name) or f(*a))
     model = replace_attention_(small_model(3))
     out = model.generate(prompt(), max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
     assert taken == ["expanded"] * 2 + ["absorbed"] * 8
@@ -126,12 +126,12 @@ def test_generate_over_a_compressed_cache_within_budget_gives_the_same_tokens(ve
 
 
 def test_a_long_prompt_is_prefilled_expanded_and_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastattn.modules import low_rank_paths
+    from fastattn.modules.low_rank import paths
 
     taken = []
     for name in ("absorbed_over_cache", "expanded_over_cache"):
-        original = getattr(low_rank_paths, name)
-        monkeypatch.setattr(low_rank_paths, name, lambda *a, name=name, f=original: taken.append(name) or f(*a))
+        original = getattr(paths, name)
+        monkeypatch.setattr(paths, name, lambda *a, name=name, f=original: taken.append(name) or f(*a))
     model = replace_attention_(small_model(3))  # break-even: T (2 * 24 - 22) <= 24 * 22, that is T <= 20
     cache = compressed_cache(model, "key_diff", budget=16, interval=4)
     out = model.generate(prompt(1, 40), max_new_tokens=10, do_sample=False, past_key_values=cache)

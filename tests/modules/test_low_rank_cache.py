@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fastattn import CompressedKVCache, ExpectedAttention, KeyDiff, Knorm, LowRankAttention, StreamingLLM
-from fastattn.modules import low_rank_paths, policy_names
-from fastattn.modules.low_rank_absorb import absorbs, is_plain_linear
+from fastattn.modules import policy_names
+from fastattn.modules.low_rank import paths
+from fastattn.modules.low_rank.absorption import absorbs, is_plain_linear
 from tests._helpers import exact_policies as exact
 from tests._helpers.budget import assert_within_budget
 from tests._helpers.latent import SMALL, double, inputs, plain, small_module
@@ -104,7 +105,7 @@ def test_position_ids_reach_the_rotation_and_the_cache() -> None:
 
 
 def test_a_long_cache_is_expanded_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low_rank_paths, "EXPANDED_SLOTS", 5)
+    monkeypatch.setattr(paths, "EXPANDED_SLOTS", 5)
     module, hidden = small_module(), inputs(2, 30)
     out = feed(module, cache_for(module, batch_size=2), hidden, [13, 10, 7], absorb=False)
     torch.testing.assert_close(out, module(hidden), rtol=1e-10, atol=1e-10)
@@ -152,7 +153,7 @@ def test_the_rule_chooses_and_absorb_overrides(monkeypatch: pytest.MonkeyPatch) 
     taken: list[str] = []
 
     def spy(name: str) -> Callable[..., Tensor]:
-        original = getattr(low_rank_paths, name)
+        original = getattr(paths, name)
 
         def call(*args: object) -> Tensor:
             taken.append(name)
@@ -161,7 +162,7 @@ def test_the_rule_chooses_and_absorb_overrides(monkeypatch: pytest.MonkeyPatch) 
         return call
 
     for name in ("expanded", "absorbed", "expanded_over_cache", "absorbed_over_cache"):
-        monkeypatch.setattr(low_rank_paths, name, spy(name))
+        monkeypatch.setattr(paths, name, spy(name))
     module = small_module()  # break-even: T (2 * 20 - 17) <= 20 * 17, that is T <= 14
     with torch.no_grad():
         for tokens, cached, absorb in [

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fastattn.integrations._arguments import CACHE_KEYWORD
 from fastattn.integrations.transformers import _versions
 
 NAME = "fastattn"
-CARRIED = "fastattn_cache"  # the keyword argument that carries a cache from the model's forward to its attention
 
 # A compressed layer reports this as the offset of its keys. transformers hands the offset to the mask function as it
 # is: that is how the mask function, which never sees the cache, learns for whom it works.
@@ -89,14 +89,14 @@ def attention_forward(
     ``dropout`` comes by position from functions that wrap all registered ones (kvpress does), so it stands where
     transformers' own have it.
     """
-    cache = kwargs.pop(CARRIED, None)
+    cache = kwargs.pop(CACHE_KEYWORD, None)
     if cache is not None:
         kwargs["dropout"] = dropout
         return cache.attend(module, query, key, value, attention_mask, kwargs)
     if attention_mask is not None and attention_mask.dtype == MASK_DTYPE:
         raise ValueError(
-            f"{type(module).__name__} was not handed the argument {CARRIED!r} that its model was called with, so its "
-            "compressed cache is out of reach: the layers of this model must pass keyword arguments on"
+            f"{type(module).__name__} was not handed the argument {CACHE_KEYWORD!r} that its model was called with, so "
+            "its compressed cache is out of reach: the layers of this model must pass keyword arguments on"
         )
     return previous_attention(module)(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
 
@@ -124,10 +124,10 @@ def mask_function(**arguments: Any) -> Any:
 
 
 def new_token_mask(attention_mask: Tensor | None) -> Tensor | None:
-    """bool ``[B, T]`` from what :func:`mask_function` made, None if every new token is real.
+    """bool ``[B, T]`` from what :func:`mask_function` returned, None if every new token is real.
 
     Raises:
-        ValueError: the mask is somebody else's, or of a kind that is not supported.
+        ValueError: the mask comes from elsewhere, or of a kind that is not supported.
     """
     if attention_mask is None:
         return None

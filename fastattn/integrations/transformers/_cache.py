@@ -8,16 +8,14 @@ import torch
 from torch import Tensor
 
 from fastattn.integrations.transformers import _versions
-from fastattn.integrations.transformers._attention import new_token_mask
+from fastattn.integrations.transformers._attention import new_token_mask, previous_attention
 from fastattn.integrations.transformers._layers import (
-    CarriedCache,
     CompressedLayer,
-    attend_before,
+    ForwardedCache,
     check_arguments,
 )
 from fastattn.integrations.transformers._model import ModelSpec, switch
 from fastattn.modules.kv_cache import CompressedKVCache
-from fastattn.modules.low_rank import LowRankAttention
 from fastattn.modules.policies import Policy, resolve_policy
 
 
@@ -48,7 +46,7 @@ def compressed_cache(
         budget: tokens kept per row and head of every full-attention layer.
         batch_size: rows; with beams or several returned sequences, rows times those.
         interval: decode steps between two compressions.
-        max_step: most tokens of a call that counts as a decode step. Above 1 the cache is made for assisted decoding:
+        max_step: most tokens of a call that counts as a decode step. Above 1 the cache serves assisted decoding:
             it can be cropped while nothing has been evicted since, and ``generate`` does not compile over it.
         dtype: of the cache; must be the dtype of the model's keys, which is the default. Under autocast it may be any:
             queries, keys and values are cast to it.
@@ -63,37 +61,35 @@ def compressed_cache(
             another kind (convolutions, recurrent states). The model is then as it was.
     """
     policy = resolve_policy(policy)
-    carrier = switch(model)
-    spec = carrier.spec
+    hook = switch(model)
+    spec = hook.spec
+    _check_rotation(model, policy, spec)
+    kv = CompressedKVCache(
+        policy,
+        budget,
+        **spec.cache_arguments(),
+        batch_size=batch_size,
+        interval=interval,
+        max_step=max_step,
+        dtype=spec.dtype if dtype is None else dtype,
+    )
+    return CompressedCache(kv, spec, hook.config)
+
+
+def _check_rotation(model: Any, policy: Policy, spec: ModelSpec) -> None:
+    """The model has the one rotation that ``policy`` may need."""
     if spec.rotary is None and (policy.needs_rotary or policy.rerotate):
         raise ValueError(
             f"policy must do without the model's rotation, got {policy!r}: the layers of {type(model).__name__} rotate "
             'at frequencies of their own. Convert with LowRankConfig(rope_selection="uniform") and a number for '
             "freq_fold to give them one rotation"
         )
-    kv = CompressedKVCache(
-        policy,
-        budget,
-        num_layers=spec.num_compressed,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        v_head_dim=spec.v_head_dim,
-        latent_rank=spec.latent_rank,
-        num_heads=spec.num_heads,
-        batch_size=batch_size,
-        interval=interval,
-        max_step=max_step,
-        rotary=spec.rotary,
-        dtype=spec.dtype if dtype is None else dtype,
-        device=spec.device,
-    )
-    return CompressedCache(kv, spec, carrier.config)
 
 
-class CompressedCache(CarriedCache):
+class CompressedCache(ForwardedCache):
     """A transformers cache whose full-attention layers are held, within a budget, by :attr:`kv`.
 
-    Sliding-window layers keep transformers' own cache of their window. Made by :func:`compressed_cache`.
+    Sliding-window layers keep transformers' own cache of their window. :func:`compressed_cache` constructs it.
 
     Attributes:
         kv: the :class:`~fastattn.CompressedKVCache`; its layer ``i`` is the model's ``i``-th full-attention layer.
@@ -117,7 +113,7 @@ class CompressedCache(CarriedCache):
     ) -> tuple[Tensor, Tensor | None]:
         slot = self._slots[module.layer_idx]
         if slot is None:
-            return attend_before(module, query, key, value, attention_mask, arguments)
+            return previous_attention(module)(module, query, key, value, attention_mask, **arguments)
         check_arguments(arguments)
         mask, position_ids = new_token_mask(attention_mask), arguments.get("position_ids")
         if torch.is_autocast_enabled(query.device.type):
@@ -140,14 +136,8 @@ class CompressedCache(CarriedCache):
         self, module: Any, hidden_states: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None
     ) -> Tensor:
         slot = self._slots[module.layer_idx]
-        out = LowRankAttention.forward(
-            module,
-            hidden_states,
-            position_ids=position_ids,
-            attention_mask=new_token_mask(attention_mask),
-            cache=self.kv,
-            layer=slot,
-        )
+        mask = new_token_mask(attention_mask)
+        out: Tensor = module.attend_latent_cache(hidden_states, position_ids, mask, self.kv, slot)
         if slot == self._last:
             self.entered = False
         return out

@@ -8,26 +8,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from fastattn.integrations._arguments import HARMLESS_FOR_FUNCTIONS
 from fastattn.integrations.transformers import _versions
-from fastattn.integrations.transformers._attention import COMPRESSED, previous_attention
+from fastattn.integrations.transformers._attention import COMPRESSED
 
 if TYPE_CHECKING:
     from fastattn.modules.kv_cache import CompressedKVCache
-
-# Keyword arguments of an attention call that ask nothing of the attention itself.
-_HARMLESS = frozenset(
-    {
-        "position_ids",
-        "scaling",
-        "use_cache",
-        "cache_position",
-        "position_embeddings",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "logits_to_keep",
-    }
-)
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -40,12 +26,12 @@ class CompressedLayer(CacheLayerMixin):
         self.kv = kv
         self.is_initialized = True
         # `generate` compiles decoding over layers with the first mark and, up to some release, refuses assisted
-        # decoding over them; it asks for the second before assisted decoding. A cache is made for one or the other.
+        # decoding over them; it asks for the second before assisted decoding. A cache serves one or the other.
         self.is_compileable = kv is None or kv.max_step == 1
         self.is_croppable = not self.is_compileable
 
     def lazy_initialization(self, *args: Any) -> None:
-        """Nothing: buffers are allocated when the cache is made, so that their addresses never change."""
+        """Nothing: buffers are allocated when the cache is constructed, so that their addresses never change."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Nothing: the attention function stores the tokens, since it sees the query too."""
@@ -71,7 +57,7 @@ class CompressedLayer(CacheLayerMixin):
         return -1
 
 
-class CarriedCache(Cache):
+class ForwardedCache(Cache):
     """A cache that reaches the attention call by itself, as a keyword argument of the model's forward.
 
     Attributes:
@@ -115,18 +101,6 @@ class CarriedCache(Cache):
         raise NotImplementedError
 
 
-def attend_before(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    arguments: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """The attention that ``module`` had before its model was switched."""
-    return previous_attention(module)(module, query, key, value, attention_mask, **arguments)
-
-
 def check_arguments(arguments: dict[str, Any]) -> None:
     """Refuse what an attention call asks for and a compressed layer would drop.
 
@@ -134,7 +108,7 @@ def check_arguments(arguments: dict[str, Any]) -> None:
         ValueError: soft caps, learned sinks, dropout, packed sequences, a sliding window, or anything unknown.
     """
     for name, value in arguments.items():
-        if name in _HARMLESS or value is None or value is False:
+        if name in HARMLESS_FOR_FUNCTIONS or value is None or value is False:
             continue
         if name == "dropout":
             if value == 0:

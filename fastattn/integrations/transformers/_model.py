@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fastattn.integrations._arguments import CACHE_KEYWORD
 from fastattn.integrations.transformers import _versions
 from fastattn.integrations.transformers._attention import (
-    CARRIED,
     NAME,
     eager_attention,
     new_token_mask,
@@ -25,7 +25,7 @@ from fastattn.integrations.transformers._attention import (
     remember_previous,
     was_switched,
 )
-from fastattn.integrations.transformers._layers import CarriedCache, CompressedLayer, check_arguments
+from fastattn.integrations.transformers._layers import CompressedLayer, ForwardedCache, check_arguments
 from fastattn.integrations.transformers._rotary import checked_rotary, find_rotary, low_rank_rotary
 from fastattn.modules.low_rank import LowRankAttention
 from fastattn.modules.rotary import Rotary
@@ -60,6 +60,19 @@ class ModelSpec:
     def num_compressed(self) -> int:
         return sum(slot is not None for slot in self.slots)
 
+    def cache_arguments(self) -> dict[str, Any]:
+        """What :class:`~fastattn.CompressedKVCache` is constructed with for such a model, its dtype aside."""
+        return {
+            "num_layers": self.num_compressed,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "v_head_dim": self.v_head_dim,
+            "latent_rank": self.latent_rank,
+            "num_heads": self.num_heads,
+            "rotary": self.rotary,
+            "device": self.device,
+        }
+
     @property
     def signature(self) -> str:
         """Equal for models that can use each other's caches."""
@@ -75,7 +88,7 @@ class ModelSpec:
         )
 
 
-class Carrier:
+class CacheHook:
     """Forward pre-hook of a model: hands the compressed cache in its arguments on to the attention calls."""
 
     def __init__(self, decoder: nn.Module, previous: str) -> None:
@@ -91,7 +104,7 @@ class Carrier:
 
     def __call__(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cache = self._cache(args, kwargs)
-        if not isinstance(cache, CarriedCache):
+        if not isinstance(cache, ForwardedCache):
             return None
         if decoder.config._attn_implementation != NAME:
             raise ValueError(
@@ -110,7 +123,7 @@ class Carrier:
         if self.wants_columns:
             _versions.give_columns(args, kwargs, cache.get_seq_length())
         cache.entered = True
-        kwargs[CARRIED] = cache
+        kwargs[CACHE_KEYWORD] = cache
         return args, kwargs
 
     def _cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -124,39 +137,39 @@ class Carrier:
         remember_previous(self.config, self.previous)
 
 
-def switch(model: Any) -> Carrier:
+def switch(model: Any) -> CacheHook:
     """Switch ``model`` to the attention function ``"fastattn"``, unless it is already.
 
     Raises:
         TypeError, ValueError: it can't be served; then nothing has changed.
     """
     decoder = _find_decoder(model)
-    carrier = next((h for h in decoder._forward_pre_hooks.values() if isinstance(h, Carrier)), None)
+    hook = next((h for h in decoder._forward_pre_hooks.values() if isinstance(h, CacheHook)), None)
     implementation = decoder.config._attn_implementation
     fingerprint = _fingerprint(decoder)
-    if carrier is not None and implementation == NAME and carrier.fingerprint == fingerprint:
-        return carrier
+    if hook is not None and implementation == NAME and hook.fingerprint == fingerprint:
+        return hook
     _check_config(decoder.config)
-    new = carrier is None
-    if carrier is None:
+    new = hook is None
+    if hook is None:
         shared = implementation == NAME and was_switched(decoder.config)  # by another model of the same config object
         previous = previous_implementation(decoder.config) if shared else _check_implementation(implementation)
-        carrier = Carrier(decoder, previous)
-        handle = decoder.register_forward_pre_hook(carrier, with_kwargs=True)
+        hook = CacheHook(decoder, previous)
+        handle = decoder.register_forward_pre_hook(hook, with_kwargs=True)
     elif implementation != NAME:
-        carrier.previous = _check_implementation(implementation)
-        remember_previous(decoder.config, carrier.previous)
+        hook.previous = _check_implementation(implementation)
+        remember_previous(decoder.config, hook.previous)
     try:
         decoder.config._attn_implementation = NAME
-        carrier.spec = _examine(decoder, carrier)
+        hook.spec = _examine(decoder, hook)
     except BaseException:
-        decoder.config._attn_implementation = implementation if new else carrier.previous
+        decoder.config._attn_implementation = implementation if new else hook.previous
         if new:
             handle.remove()
         raise
-    carrier.signature = carrier.spec.signature
-    carrier.fingerprint = fingerprint
-    return carrier
+    hook.signature = hook.spec.signature
+    hook.fingerprint = fingerprint
+    return hook
 
 
 def _find_decoder(model: Any) -> Any:
@@ -212,7 +225,7 @@ def _fingerprint(decoder: nn.Module) -> int:
     return hash((tuple(type(module) for module in decoder.modules()), placed))
 
 
-class _Examination(CarriedCache):
+class _Examination(ForwardedCache):
     """A cache that stores nothing and records the attention calls of a forward pass."""
 
     def __init__(self, layers: list[Any], signature: str) -> None:
@@ -249,16 +262,16 @@ class _Examination(CarriedCache):
         return torch.zeros_like(hidden_states)
 
 
-def _examine(decoder: Any, carrier: Carrier) -> ModelSpec:
+def _examine(decoder: Any, hook: CacheHook) -> ModelSpec:
     config, name = decoder.config, type(decoder).__name__
     standard = _standard_layers(config)
     low_rank = any(isinstance(module, LowRankAttention) for module in decoder.modules())
     inv_freq, factor = (None, 1.0) if low_rank else find_rotary(decoder)
     last = min(1000, getattr(config, "max_position_embeddings", None) or 1000) - 1
-    cache = _Examination(standard, carrier.signature)
+    cache = _Examination(standard, hook.signature)
     positions = torch.tensor([[0, 1, min(3, last), last]], device="cpu")
     try:
-        _run(decoder, carrier, cache, positions)
+        _run(decoder, hook, cache, positions)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -275,7 +288,7 @@ def _examine(decoder: Any, carrier: Carrier) -> ModelSpec:
             raise ValueError(
                 f"layer {index} of {name} made {len(calls)} calls through transformers' attention interface, expected 1"
             )
-        if not low_rank and carrier.previous == "eager" and eager_attention(calls[0]["module"]) is None:
+        if not low_rank and hook.previous == "eager" and eager_attention(calls[0]["module"]) is None:
             raise ValueError(f'{type(calls[0]["module"]).__name__} has no function for attn_implementation="eager"')
         slots.append(len(full) if isinstance(layer, CompressedLayer) else None)
         if isinstance(layer, CompressedLayer):
@@ -299,7 +312,7 @@ def _examine(decoder: Any, carrier: Carrier) -> ModelSpec:
     )
 
 
-def _run(decoder: Any, carrier: Carrier, cache: _Examination, positions: Tensor) -> None:
+def _run(decoder: Any, hook: CacheHook, cache: _Examination, positions: Tensor) -> None:
     """A forward pass over tokens that differ in their position only, with the model in evaluation mode."""
     embedding = decoder.get_input_embeddings().weight
     generator = torch.Generator("cpu").manual_seed(0)
@@ -314,7 +327,7 @@ def _run(decoder: Any, carrier: Carrier, cache: _Examination, positions: Tensor)
                 inputs_embeds=embeds,
                 position_ids=positions.to(embedding.device),
                 use_cache=True,
-                **{carrier.argument: cache},
+                **{hook.argument: cache},
             )
     finally:
         for module in training:

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastattn.integrations._arguments import FIXED_ROPE_TYPES
 from fastattn.modules.rotary import Rotary
 
-# Types whose frequencies do not depend on how long the text is.
-_FIXED = ("default", "linear", "yarn", "llama3", "proportional")
 # How far a rotated vector may be from the expected one, relative to the largest entry. cos and sin are rounded to the
 # model's dtype before they are used.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -31,10 +30,10 @@ def find_rotary(decoder: nn.Module) -> tuple[Tensor, float]:
     for other in found[1:]:
         if other[1:] != found[0][1:] or not torch.equal(other[0].cpu(), inv_freq.cpu()):
             raise ValueError(f"{name} has several rotary embeddings, which differ from each other")
-    if rope_type not in _FIXED:
+    if rope_type not in FIXED_ROPE_TYPES:
         raise ValueError(
             f'the model\'s rotary embedding is of type "{rope_type}", whose frequencies may change with the length of '
-            f"the text, so that cached keys would be rotated with old ones; supported are {', '.join(_FIXED)}"
+            f"the text, so that cached keys would be rotated with old ones; supported are {', '.join(FIXED_ROPE_TYPES)}"
         )
     return inv_freq, factor
 

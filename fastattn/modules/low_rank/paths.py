@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.modules import low_rank_absorb as absorbing
 from fastattn.ops import attention, merge_attention
 
 if TYPE_CHECKING:
     from fastattn.modules.kv_cache import CompressedKVCache
-    from fastattn.modules.low_rank import LowRankAttention
+    from fastattn.modules.low_rank.absorption import UpProjection
 
 EXPANDED_SLOTS = 4096  # cached tokens expanded at a time: bounds the memory of a prefill over a long cache
 
 
 class Projected(NamedTuple):
-    """What a layer makes of its new tokens."""
+    """The projections of a layer's new tokens."""
 
     query_nope: Tensor  # [B, H, T, dn]
     query_rope: Tensor  # [B, H, T, dr], rotated
@@ -46,28 +45,28 @@ class Projected(NamedTuple):
         return end - self.mask.sum(1, dtype=torch.int32), end
 
 
-def expanded(module: LowRankAttention, new: Projected, causal: bool) -> Tensor:
+def expanded(up: UpProjection, new: Projected, scale: float, causal: bool) -> Tensor:
     """Training and prefill: full keys and values. -> ``[B, H, T, dv]``"""
-    key, value = _expand(module, new.latent, new.rope_key)
+    key, value = up.expand(new.latent, new.rope_key)
     start, end = new.span()
-    out = attention(new.query, key, value, causal=causal, scale=module.scale, key_start=start, lengths=end)
+    out = attention(new.query, key, value, causal=causal, scale=scale, key_start=start, lengths=end)
     assert isinstance(out, Tensor)
     return out
 
 
-def absorbed(module: LowRankAttention, new: Projected, causal: bool) -> Tensor:
+def absorbed(up: UpProjection, new: Projected, scale: float, causal: bool) -> Tensor:
     """The same over one key/value head of ``R + dr`` dims, whose value is the latent."""
-    query, value_up = absorb(module, new)
+    query = absorbed_query(up, new)
     start, end = new.span()
     value = new.latent[:, None]
-    out = attention(query, new.latent_key, value, causal=causal, scale=module.scale, key_start=start, lengths=end)
+    out = attention(query, new.latent_key, value, causal=causal, scale=scale, key_start=start, lengths=end)
     assert isinstance(out, Tensor)
-    return absorbing.expand_output(out, value_up)
+    return up.output(out)
 
 
-def absorbed_over_cache(module: LowRankAttention, new: Projected, cache: CompressedKVCache, layer: int) -> Tensor:
+def absorbed_over_cache(up: UpProjection, new: Projected, scale: float, cache: CompressedKVCache, layer: int) -> Tensor:
     """Decoding: the cache attends, appends and compresses."""
-    query, value_up = absorb(module, new)
+    query = absorbed_query(up, new)
     out = cache.attend(
         layer,
         query,
@@ -75,28 +74,28 @@ def absorbed_over_cache(module: LowRankAttention, new: Projected, cache: Compres
         None,
         position_ids=new.position_ids,
         attention_mask=new.mask,
-        scale=module.scale,
+        scale=scale,
     )
-    return absorbing.expand_output(out, value_up)
+    return up.output(out)
 
 
-def expanded_over_cache(module: LowRankAttention, new: Projected, cache: CompressedKVCache, layer: int) -> Tensor:
+def expanded_over_cache(up: UpProjection, new: Projected, scale: float, cache: CompressedKVCache, layer: int) -> Tensor:
     """A prompt or a long chunk: cached tokens and new ones expanded in turn, merged by their log-sum-exps."""
     query = new.query
-    key, value = _expand(module, new.latent, new.rope_key)
+    key, value = up.expand(new.latent, new.rope_key)
     start, end = new.span()
-    parts = [_part(query, key, value, module.scale, end, start, causal=True)]
+    parts = [_part(query, key, value, scale, end, start, causal=True)]
     buffer, stored = cache.keys(layer)[:, 0], cache.lengths(layer)[:, 0]
     # A graph can't depend on how full the cache is; eager mode skips what is empty, all of it at the first prompt.
     slots = buffer.shape[1] if torch.compiler.is_compiling() else int(stored.max())
     for first in range(0, slots, EXPANDED_SLOTS):
         block = buffer[:, first : min(first + EXPANDED_SLOTS, slots)]
-        key, value = _expand(module, block[..., : module.kv_lora_rank], block[..., module.kv_lora_rank :])
+        key, value = up.expand(block[..., : up.rank], block[..., up.rank :])
         valid = (stored - first).clamp(0, block.shape[1])
-        parts.append(_part(query, key, value, module.scale, valid))
+        parts.append(_part(query, key, value, scale, valid))
     outs, lses = zip(*parts, strict=True)
     out = outs[0] if len(parts) == 1 else merge_attention(outs, lses)[0]
-    seen_by_policy = absorb(module, new)[0] if cache.needs_queries else None
+    seen_by_policy = absorbed_query(up, new) if cache.needs_queries else None
     cache.update(
         layer,
         seen_by_policy,
@@ -104,7 +103,7 @@ def expanded_over_cache(module: LowRankAttention, new: Projected, cache: Compres
         None,
         position_ids=new.position_ids,
         attention_mask=new.mask,
-        scale=module.scale,
+        scale=scale,
     )
     return out
 
@@ -122,12 +121,6 @@ def _part(
     return out, lse
 
 
-def _expand(module: LowRankAttention, latent: Tensor, rope_key: Tensor) -> tuple[Tensor, Tensor]:
-    return absorbing.expand_latent(module.kv_b_proj, latent, rope_key, module.num_heads, module.qk_nope_head_dim)
-
-
-def absorb(module: LowRankAttention, new: Projected) -> tuple[Tensor, Tensor]:
-    """The query ``[B, H, T, R + dr]`` as a latent cache sees it, and ``W_UV [H, dv, R]``."""
-    weight = absorbing.up_weight(module.kv_b_proj, module.kv_lora_rank, new.query_nope)
-    key_up, value_up = absorbing.split_heads(weight, module.num_heads, module.qk_nope_head_dim)
-    return torch.cat([absorbing.absorb_query(new.query_nope, key_up), new.query_rope], dim=-1), value_up
+def absorbed_query(up: UpProjection, new: Projected) -> Tensor:
+    """The query as a latent cache sees it: ``[B, H, T, R + dr]``."""
+    return torch.cat([up.absorb(new.query_nope), new.query_rope], dim=-1)

@@ -107,7 +107,7 @@ def _yarn(wavelength: Tensor, dim: int, base: float, scaling: Mapping[str, Any])
     """YaRN (arXiv 2309.00071): fast pairs keep their frequency, slow ones are interpolated, a ramp in between."""
     length = scaling["original_max_position_embeddings"]
 
-    def pair_of(rotations: float) -> float:  # the pair that turns so often within the original length
+    def pair_of(rotations: float) -> float:  # the pair that rotates so often within the original length
         return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = pair_of(scaling.get("beta_fast") or 32), pair_of(scaling.get("beta_slow") or 1)
@@ -123,19 +123,21 @@ def _yarn(wavelength: Tensor, dim: int, base: float, scaling: Mapping[str, Any])
 def _llama3(inv_freq: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Llama 3.1: slow pairs are divided by the factor, fast ones kept, with a smooth passage in between."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] / (2 * math.pi / inv_freq)
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    rotations = scaling["original_max_position_embeddings"] / (2 * math.pi / inv_freq)
+    smooth = ((rotations - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * inv_freq / scaling["factor"] + smooth * inv_freq
 
 
 class LatentRotary(Rotary):
-    """The rotation of a :class:`~fastattn.LowRankAttention`, which construction on the meta device does not lose.
+    """The rotation of a :class:`~fastattn.LowRankAttention` and the one owner of its frequencies.
 
-    There the frequencies stay on the CPU: they are few, and nothing would bring them back where a checkpoint without
-    them is assigned. They are kept as Python numbers too, for the way from the meta device to a real one.
+    Given frequencies (``persistent``) are a buffer, which the attention module saves under its own name, see
+    :attr:`table`. Computed ones are no buffer, so that no loader takes them for a tensor that must be loaded, or
+    empties them, as transformers does with every non-persistent buffer.
 
-    The attention rotates with its own table, which is the same tensor unless a loader has put another in its place, or
-    emptied this one (transformers empties every non-persistent buffer).
+    Construction on the meta device does not lose them. There they stay on the CPU: they are few, and nothing would
+    bring them back where a checkpoint without them is assigned. They are kept as Python numbers too, for the way from
+    the meta device to a real one.
     """
 
     def __init__(
@@ -144,19 +146,27 @@ class LatentRotary(Rotary):
         *,
         interleave: bool,
         attention_factor: float,
+        persistent: bool,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(inv_freq, interleave=interleave, attention_factor=attention_factor)
         self._initial: tuple[float, ...] | None = None if inv_freq.is_meta else tuple(inv_freq.float().tolist())
         place = torch.get_default_device() if device is None else torch.device(device)
-        if place.type != "meta":
-            self.inv_freq = self.inv_freq.to(place)
+        table = self.inv_freq if place.type == "meta" else self.inv_freq.to(place)
+        del self.inv_freq  # the base class's non-persistent buffer
+        if persistent:
+            self.register_buffer("inv_freq", table)
+        else:
+            self.inv_freq = table
 
-    def rotate_at(self, inv_freq: Tensor, x: Tensor, positions: Tensor) -> Tensor:
-        """``x [B, H, T, dr]`` rotated to ``positions [B, T]`` by the frequencies ``inv_freq [dr / 2]``."""
-        wide = x.dtype if x.dtype == torch.float64 else torch.float32
-        angle = positions[:, None, :, None].to(wide) * inv_freq.to(x.device, wide)
-        return self._turn(x, angle.cos() * self.attention_factor, angle.sin() * self.attention_factor)
+    @property
+    def table(self) -> dict[str, Tensor | None]:
+        """This module's buffers, for the attention module to have as its own.
+
+        Its state_dict then has ``inv_freq`` beside the projections, and a loader that sets the tensor of that name, by
+        attribute (transformers) or among the buffers (accelerate), sets the one that is rotated with.
+        """
+        return self._buffers
 
     def reset_parameters(self) -> None:
         """Puts the frequencies of the construction back."""
@@ -164,10 +174,36 @@ class LatentRotary(Rotary):
             with torch.inference_mode(False):
                 self.inv_freq = torch.tensor(self._initial, dtype=torch.float32, device=self.inv_freq.device)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        if not self.inv_freq.is_meta:
-            return super()._apply(fn, recurse)
+    def restore(self, exact: Tensor) -> None:
+        """Undoes what a move did to the frequencies ``exact`` besides moving them: rounding, or emptying."""
         with torch.inference_mode(False):
-            self.inv_freq = fn(self.inv_freq).float()
-        self.reset_parameters()
+            if exact.is_meta:
+                self.inv_freq = self.inv_freq.float()
+            else:
+                self.inv_freq = exact.to(self.inv_freq.device, torch.float32)
+        if exact.is_meta:
+            self.reset_parameters()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        exact = self.inv_freq
+        super()._apply(fn, recurse)
+        if "inv_freq" not in self._buffers:
+            self.inv_freq = fn(exact)
+        self.restore(exact)
         return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Saves nothing: the attention module does."""
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Misses nothing: the attention module loads the frequencies."""
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, [], unexpected_keys, error_msgs)

@@ -72,7 +72,7 @@ def check_input(hidden_states: Tensor, hidden_size: int, projection: nn.Module) 
 
 
 def float_dtype(projection: nn.Module) -> torch.dtype | None:
-    """The dtype of a projection's weight; None where it has no float weight of at least 16 bits (quantised)."""
+    """The dtype of a projection's weight; None where it has no float weight of at least 16 bits (quantized)."""
     weight = getattr(projection, "weight", None)
     if isinstance(weight, Tensor) and weight.dtype in check.FLOATS:
         return weight.dtype

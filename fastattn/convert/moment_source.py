@@ -14,7 +14,7 @@ from fastattn.convert.families import AttentionSite, read_weights
 from fastattn.convert.weights import AttentionWeights
 
 
-class Source:
+class MomentSource:
     """Where second moments come from: given statistics, or calibration text walked through the model."""
 
     def __init__(self, model: nn.Module, given: CalibrationStatistics | list[Tensor]) -> None:
@@ -54,7 +54,7 @@ def _some_tokens(model: nn.Module) -> Tensor:
     return torch.randint(weight.shape[0], (1, CHECKED_TOKENS), generator=generator, device="cpu").to(weight.device)
 
 
-def calibration_source(model: nn.Module, config: LowRankConfig, calibration: Any, sites: list[AttentionSite]) -> Source:
+def source_for(model: nn.Module, config: LowRankConfig, calibration: Any, sites: list[AttentionSite]) -> MomentSource:
     """The source that ``calibration`` stands for, long enough for the ranks that ``config`` asks of ``sites``."""
     if isinstance(calibration, CalibrationStatistics):
         if config.statistics != "parallel":
@@ -64,9 +64,9 @@ def calibration_source(model: nn.Module, config: LowRankConfig, calibration: Any
         wrong = {moment.total.shape[0] - 1 for moment in calibration.moments.values()} - {hidden}
         if missing or wrong:
             raise ValueError(f"calibration must be statistics of this model, got none for {missing} or sizes {wrong}")
-        source = Source(model, calibration)
+        source = MomentSource(model, calibration)
     else:
-        source = Source(model, token_batches("calibration", calibration, model))
+        source = MomentSource(model, token_batches("calibration", calibration, model))
     needed = max(largest_rank(read_weights(model, site), config) for site in sites)
     if source.tokens < needed:
         raise ValueError(f"calibration must hold at least {needed} tokens, the largest rank, got {source.tokens}")

@@ -8,35 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fastattn.modules import low_rank_checks as check
-from fastattn.modules import low_rank_paths as paths
-from fastattn.modules.low_rank_absorb import absorbs
-from fastattn.modules.low_rank_rope import LatentRotary, rope_frequencies, softmax_factor
+from fastattn.modules.low_rank import paths
+from fastattn.modules.low_rank import validation as check
+from fastattn.modules.low_rank.absorption import UpProjection, absorbs
+from fastattn.modules.low_rank.layers import LatentNorm, Projection
+from fastattn.modules.low_rank.rope import LatentRotary, rope_frequencies, softmax_factor
 from fastattn.modules.rotary import Rotary
 from fastattn.validation import resolve_scale
 
 if TYPE_CHECKING:
     from fastattn.modules.kv_cache import CompressedKVCache
     from fastattn.modules.policies import Policy
-
-INIT_STD = 0.02  # initializer_range of the DeepSeek-V2 and V3 configurations
-
-
-class LatentNorm(nn.RMSNorm):
-    """RMSNorm computed in the wider of its input's and its weight's dtypes and returned in the input's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, self.weight.dtype)  # under autocast the weight stays float32
-        return super().forward(x.to(wide)).to(x.dtype)
-
-
-class Projection(nn.Linear):
-    """A linear layer initialised as the DeepSeek models': normal weight, bias of zero."""
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=INIT_STD)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
 
 class LowRankAttention(nn.Module):
@@ -61,7 +43,7 @@ class LowRankAttention(nn.Module):
         qk_rope_head_dim: rotated dims per head, dr, even.
         v_head_dim: value dims per head, dv.
         rope_theta: base of the rotary wavelengths.
-        rope_interleave: rotate neighbouring pairs (DeepSeek) instead of halves.
+        rope_interleave: rotate neighboring pairs (DeepSeek) instead of halves.
         rope_scaling: dict as in a transformers configuration, of type linear, llama3 or yarn. A yarn with
             ``mscale_all_dim`` also multiplies the softmax scale, as DeepSeek does.
         inv_freq: ``[dr / 2]`` frequencies to use instead (then saved in the state_dict, in float32).
@@ -75,8 +57,6 @@ class LowRankAttention(nn.Module):
     Raises:
         TypeError, ValueError: an argument of another type, or sizes that do not fit, naming both.
     """
-
-    inv_freq: Tensor
 
     def __init__(
         self,
@@ -114,39 +94,51 @@ class LowRankAttention(nn.Module):
         if softmax_scale is None:
             self.scale *= softmax_factor(rope_scaling)
 
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        query_rows = num_heads * self.qk_head_dim
-        if q_lora_rank is None:
-            self.q_proj = Projection(hidden_size, query_rows, bias=q_bias, **made)
-        else:
-            self.q_a_proj = Projection(hidden_size, q_lora_rank, bias=bias, **made)
-            self.q_a_layernorm = LatentNorm(q_lora_rank, eps=norm_eps, **made) if latent_norm else None
-            self.q_b_proj = Projection(q_lora_rank, query_rows, bias=q_bias, **made)
-        self.kv_a_proj_with_mqa = Projection(hidden_size, kv_lora_rank + qk_rope_head_dim, bias=bias, **made)
-        self.kv_a_layernorm = LatentNorm(kv_lora_rank, eps=norm_eps, **made) if latent_norm else None
-        up_rows = num_heads * (qk_nope_head_dim + v_head_dim)
-        self.kv_b_proj = Projection(kv_lora_rank, up_rows, bias=False, **made)
-        self.o_proj = Projection(num_heads * v_head_dim, hidden_size, bias=bias, **made)
-
+        self._add_projections(latent_norm, bias, q_bias, norm_eps, {"device": device, "dtype": dtype})
         given, attention_factor = inv_freq is not None, 1.0
         if inv_freq is None:
             inv_freq, attention_factor = rope_frequencies(qk_rope_head_dim, rope_theta, rope_scaling)
         self.rotary = LatentRotary(
-            inv_freq, interleave=rope_interleave, attention_factor=attention_factor, device=device
+            inv_freq,
+            interleave=rope_interleave,
+            attention_factor=attention_factor,
+            persistent=given,
+            device=device,
         )
-        # The rotary's own tensor under a second name: a buffer, and saved, only where it can't be computed again.
-        # Otherwise no buffer, so that no loader takes it for one that must be loaded.
-        if given:
-            self.register_buffer("inv_freq", self.rotary.inv_freq)
+        self._buffers = self.rotary.table  # in a state_dict the frequencies stand beside the projections
+
+    def _add_projections(
+        self, latent_norm: bool, bias: bool, q_bias: bool, norm_eps: float, placement: dict[str, Any]
+    ) -> None:
+        """Projections and norms, in the order in which a seed has always filled them."""
+        hidden_size, kv_lora_rank, q_lora_rank = self.hidden_size, self.kv_lora_rank, self.q_lora_rank
+        query_rows = self.num_heads * self.qk_head_dim
+        if q_lora_rank is None:
+            self.q_proj = Projection(hidden_size, query_rows, bias=q_bias, **placement)
         else:
-            self.inv_freq = self.rotary.inv_freq
+            self.q_a_proj = Projection(hidden_size, q_lora_rank, bias=bias, **placement)
+            self.q_a_layernorm = LatentNorm(q_lora_rank, eps=norm_eps, **placement) if latent_norm else None
+            self.q_b_proj = Projection(q_lora_rank, query_rows, bias=q_bias, **placement)
+        self.kv_a_proj_with_mqa = Projection(hidden_size, kv_lora_rank + self.qk_rope_head_dim, bias=bias, **placement)
+        self.kv_a_layernorm = LatentNorm(kv_lora_rank, eps=norm_eps, **placement) if latent_norm else None
+        up_rows = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        self.kv_b_proj = Projection(kv_lora_rank, up_rows, bias=False, **placement)
+        self.o_proj = Projection(self.num_heads * self.v_head_dim, hidden_size, bias=bias, **placement)
+
+    @property
+    def inv_freq(self) -> Tensor:
+        """The rotary module's frequencies ``[dr / 2]``."""
+        return self.rotary.inv_freq
+
+    @inv_freq.setter
+    def inv_freq(self, value: Tensor) -> None:
+        self.rotary.inv_freq = value
 
     def reset_parameters(self) -> None:
-        """Initialises every projection, norm and frequency anew, as at construction."""
+        """Initializes every projection, norm and frequency anew, as at construction."""
         for module in self.children():
             if isinstance(module, (Projection, LatentNorm, LatentRotary)):
                 module.reset_parameters()
-        self.inv_freq = self.rotary.inv_freq
 
     def forward(
         self,
@@ -170,7 +162,7 @@ class LowRankAttention(nn.Module):
             causal: tokens attend to themselves and earlier ones only; with a cache always.
             absorb: True for the absorbed path, False for the expanded one. By default expanded without a cache and,
                 with one, whichever takes fewer FLOPs for ``T`` queries over a long cache
-                (:func:`fastattn.modules.low_rank_absorb.absorbs`: absorbed up to 170 queries at the DeepSeek dims).
+                (:func:`fastattn.modules.low_rank.absorption.absorbs`: absorbed up to 170 queries at the DeepSeek dims).
                 A cache whose policy rotates keys again is always attended to absorbed.
 
         Returns:
@@ -194,11 +186,14 @@ class LowRankAttention(nn.Module):
             absorb = cache is not None and (
                 absorbs(tokens, self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim) or cache.policy.rerotate
             )
+        up = self.up_projection()
         if cache is None:
-            out = (paths.absorbed if absorb else paths.expanded)(self, new, causal)
+            attend = paths.absorbed if absorb else paths.expanded
+            out = attend(up, new, self.scale, causal)
         else:
             check.check_no_grad(new.query_rope, new.latent)
-            out = (paths.absorbed_over_cache if absorb else paths.expanded_over_cache)(self, new, cache, layer)
+            attend_over = paths.absorbed_over_cache if absorb else paths.expanded_over_cache
+            out = attend_over(up, new, self.scale, cache, layer)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _project(self, hidden_states: Tensor, position_ids: Tensor, mask: Tensor | None) -> paths.Projected:
@@ -214,7 +209,7 @@ class LowRankAttention(nn.Module):
             query = self.q_b_proj(latent if self.q_a_layernorm is None else self.q_a_layernorm(latent))
         query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, T, dn + dr]
         nope, rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-        return nope, self.rotary.rotate_at(self.inv_freq, rope, position_ids)
+        return nope, self.rotary.rotate(rope, position_ids)
 
     def _latents(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """The normed latent ``[B, T, R]`` and the rotated key ``[B, T, dr]`` that all heads share."""
@@ -222,13 +217,13 @@ class LowRankAttention(nn.Module):
         latent, rope_key = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         if self.kv_a_layernorm is not None:
             latent = self.kv_a_layernorm(latent)
-        return latent, self.rotary.rotate_at(self.inv_freq, rope_key[:, None], position_ids)[:, 0]
+        return latent, self.rotary.rotate(rope_key[:, None], position_ids)[:, 0]
 
     @staticmethod
     def _default_positions(
         batch: int, tokens: int, mask: Tensor | None, cache: CompressedKVCache | None, device: torch.device
     ) -> Tensor:
-        """A row's real tokens counted, after the cache's; padding gets its neighbour's position."""
+        """A row's real tokens counted, after the cache's; padding gets its neighbor's position."""
         if mask is None:
             position_ids = torch.arange(tokens, device=device).expand(batch, tokens)
         else:
@@ -288,17 +283,21 @@ class LowRankAttention(nn.Module):
     def latent_query_and_key(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Absorbed queries ``[B, H, T, R + dr]`` and the keys ``[B, 1, T, R + dr]`` that a latent cache stores."""
         new = self._project(hidden_states, position_ids, None)
-        return paths.absorb(self, new)[0], new.latent_key
+        return paths.absorbed_query(self.up_projection(), new), new.latent_key
+
+    def up_projection(self) -> UpProjection:
+        """The up-projection of keys and values, to be used within one call."""
+        return UpProjection(self.kv_b_proj, self.num_heads, self.kv_lora_rank, self.qk_nope_head_dim)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        self.rotary.inv_freq = self.inv_freq.float()
-        super()._apply(fn, recurse)
-        self.inv_freq = self.rotary.inv_freq  # float32 and defined, which fn need not have left it
+        exact = self.inv_freq
+        super()._apply(fn, recurse)  # goes through the rotary module's buffers once more, as this module's
+        self.rotary.restore(exact)
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
-        self.rotary.inv_freq = self.inv_freq = self.inv_freq.float()  # load_state_dict(assign=True) puts another tensor
+        self.inv_freq = self.inv_freq.float()  # load_state_dict(assign=True) puts another tensor
 
     def extra_repr(self) -> str:
         return (
