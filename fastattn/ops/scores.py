@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastattn import validation as check
+from fastattn.ops._outputs import accumulator_dtype
 from fastattn.ops._register import register
 
 
@@ -194,7 +195,7 @@ def _check_statistic(name: str, value: Tensor | None, dims: str, key: Tensor) ->
     if value is None:
         return
     check.check_tensor(name, value, dims)
-    expected = torch.float64 if key.dtype == torch.float64 else torch.float32
+    expected = accumulator_dtype(key.dtype)
     if value.dtype != expected:
         raise TypeError(f"{name} must be {expected} for {key.dtype} keys, got {value.dtype}")
     check.check_size(name, value, 0, key.shape[0], "key's batch")
@@ -210,7 +211,7 @@ def _shape(value: Tensor | None) -> list[int] | None:
 
 
 def _score_like(key: Tensor) -> Tensor:
-    dtype = torch.float64 if key.dtype == torch.float64 else torch.float32
+    dtype = accumulator_dtype(key.dtype)
     return key.new_empty(key.shape[:3], dtype=dtype)
 
 
@@ -224,7 +225,7 @@ def _fake_expected_attention(key: Tensor, *_: object) -> Tensor:
 
 def _fake_moments(query: Tensor, valid: Tensor | None, min_length: int) -> tuple[Tensor, Tensor]:
     batch, heads, _, dim = query.shape
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = accumulator_dtype(query.dtype)
     return (
         query.new_empty(batch, heads, dim, dtype=dtype),
         query.new_empty(batch, heads, dim, dim, dtype=dtype),

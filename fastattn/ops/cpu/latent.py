@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.ops.attention import empty_out_and_lse
+from fastattn.ops._outputs import empty_out_and_lse
 from fastattn.ops.cpu import _products
 from fastattn.ops.cpu.attention import attend_range
 from fastattn.ops.cpu.decode import blocks_of_equal_length
