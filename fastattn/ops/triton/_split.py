@@ -1,6 +1,8 @@
-"""Splitting the slots of a cache over programs, and combining the partial results."""
+"""Splitting the slots of a cache over programs: one launcher for both decode operators, and combining the parts."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -8,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.ops.triton import _launch
+from fastattn.ops.triton.configs import SplitConfig
 
 MOST_SPLITS = 128
 SPLIT_TILES = 2  # a split of fewer tiles spends more on its start and on combining than it saves
@@ -86,6 +89,59 @@ def split_count(target: _launch.Target, programs: int, tiles: int, resident: int
     share = {count: waves / -(-waves // 1) for count, waves in filled.items()}
     best = max(share.values())
     return next(count for count, value in share.items() if value >= GOOD_ENOUGH * best)
+
+
+def launch_splits(
+    kernel: Any,
+    inputs: tuple[Tensor, ...],
+    out: Tensor,
+    lse: Tensor,
+    *,
+    config: SplitConfig,
+    groups: int,
+    rows: int,
+    capacity: int,
+    sizes: tuple[int, ...],
+    **constants: Any,
+) -> None:
+    """Run a split-KV kernel over as many splits of the slots as fill the chip, and combine their results.
+
+    Args:
+        kernel: takes ``inputs``, partial out and lse, ``sizes``, the capacity, the row tiles of a group, the splits,
+            all strides of ``inputs``, the split strides of the partial results, then ``constants``.
+        inputs: the tensors it reads, in its order.
+        out: receives the result, ``[B, H, Sq, Dv]``, contiguous.
+        lse: receives the log-sum-exp, ``[B, H, Sq]``, contiguous.
+        config: tile and launch options.
+        groups: sets of rows that read the same slots.
+        rows: (query, head) rows of one group.
+        capacity: slots of the buffer.
+        sizes: what else the kernel is told at run time.
+        constants: what it is compiled for, tile sizes aside.
+    """
+    row_tiles = triton.cdiv(rows, config.rows)
+    programs = groups * row_tiles
+    tiles = triton.cdiv(capacity, config.keys)
+    splits = split_count(_launch.target_of(out), programs, tiles, config.resident)
+    part_out, part_lse = split_buffers(out, lse, splits)
+    _launch.kernel(kernel)[(programs, splits)](
+        *inputs,
+        part_out,
+        part_lse,
+        *sizes,
+        capacity,
+        row_tiles,
+        splits,
+        *(stride for tensor in inputs for stride in tensor.stride()),
+        part_out.stride(0),
+        part_lse.stride(0),
+        **constants,
+        BLOCK_M=config.rows,
+        BLOCK_N=config.keys,
+        **config.options(),
+    )
+    if splits != 1:
+        combine(part_out, part_lse, out, lse)
 
 
 def split_buffers(out: Tensor, lse: Tensor, splits: int) -> tuple[Tensor, Tensor]:
