@@ -93,9 +93,9 @@ def query_moments(query: Tensor, valid: Tensor | None, min_length: int) -> tuple
         for first in range(0, heads, step):
             piece = query[b, first : first + step]
             wide = (piece if chosen is None else piece.index_select(1, chosen)).to(dtype)
-            centre = wide.mean(1)
-            wide = wide - centre[:, None]
-            mean[b, first : first + step] = centre
+            center = wide.mean(1)
+            wide = wide - center[:, None]
+            mean[b, first : first + step] = center
             cov[b, first : first + step] = wide.mT @ wide / count
     return mean, cov
 

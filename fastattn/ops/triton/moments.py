@@ -104,7 +104,7 @@ def mean_of(partial, i_head, splits, count, o_d, D: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def centred_tile(p_query, o_t, o_d, sqt, sqd, m_t, b_mean, D: tl.constexpr, BLOCK: tl.constexpr):
+def centered_tile(p_query, o_t, o_d, sqt, sqd, m_t, b_mean, D: tl.constexpr, BLOCK: tl.constexpr):
     """Queries less their mean ``[T, BLOCK]``, zeros for tokens that do not count."""
     pointers = p_query + o_t.to(tl.int64)[:, None] * sqt + o_d.to(tl.int64)[None, :] * sqd
     m_tile = m_t[:, None]
@@ -164,8 +164,8 @@ def covariance_kernel(
         o_t = start + tl.arange(0, BLOCK_T)
         m_t = valid_tokens(p_valid, o_t, last, HAS_VALID)
         # [T, M], [T, N]
-        b_m = centred_tile(p_query, o_t, o_m, sqt, sqd, m_t, b_mean_m, D, BLOCK_M)
-        b_n = centred_tile(p_query, o_t, o_n, sqt, sqd, m_t, b_mean_n, D, BLOCK_M)
+        b_m = centered_tile(p_query, o_t, o_m, sqt, sqd, m_t, b_mean_m, D, BLOCK_M)
+        b_n = centered_tile(p_query, o_t, o_n, sqt, sqd, m_t, b_mean_n, D, BLOCK_M)
         b_acc = tl.dot(tl.trans(b_m), b_n, b_acc, input_precision=PRECISION)
     b_acc = b_acc / tl.maximum(count, 1)
     p_cov = cov + (i_head * splits + i_split) * D * D
@@ -227,7 +227,7 @@ def query_moments(query: Tensor, valid: Tensor | None, min_length: int) -> tuple
         num_warps=4,
         num_stages=2,
     )
-    # centred queries have all the bits of float32: three TF32 products where the chip has them, else float32 ones
+    # centered queries have all the bits of float32: three TF32 products where the chip has them, else float32 ones
     exact = query.dtype == torch.float32 or target.family == "gfx942"
     _launch.kernel(covariance_kernel)[(batch * heads, tiles * tiles, splits)](
         query,
