@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from fastattn.validation import check_count
+
 METHODS = ("loss_optimal", "plain_svd")
 STATISTICS = ("sequential", "parallel")
 SELECTIONS = ("energy", "uniform")
@@ -61,13 +63,14 @@ class LowRankConfig:
     layers: str | Callable[[str], bool] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("kv_lora_rank", "q_lora_rank", "kv_rank_budget"):
-            _check_count(name, getattr(self, name), 1)
-        _check_count("qk_rope_head_dim", self.qk_rope_head_dim, 2)
+        counts = {"kv_lora_rank": 1, "q_lora_rank": 1, "kv_rank_budget": 1, "qk_rope_head_dim": 2}
+        if self.freq_fold != "search":
+            counts["freq_fold"] = 1
+        for name, minimum in counts.items():
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), minimum)
         if self.qk_rope_head_dim is not None and self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim must be even (RoPE turns pairs), got {self.qk_rope_head_dim}")
-        if self.freq_fold != "search":
-            _check_count("freq_fold", self.freq_fold, 1)
         for name, allowed in (
             ("method", METHODS),
             ("rope_selection", SELECTIONS),
@@ -105,12 +108,3 @@ class LowRankConfig:
         if callable(self.layers):
             options["layers"] = getattr(self.layers, "__qualname__", repr(self.layers))
         return options
-
-
-def _check_count(name: str, value: object, minimum: int) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
-    if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {value}")

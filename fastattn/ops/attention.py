@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastattn import validation as check
+from fastattn.ops._outputs import empty_out_and_lse
 from fastattn.ops._register import register, register_backward
 
 
@@ -74,14 +74,6 @@ def check_attention_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     check.check_size("value", value, 2, key.shape[2], "key's tokens")
     check.check_groups(query, key)
     check.check_same_kind("query", query, key=key, value=value)
-
-
-def empty_out_and_lse(query: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
-    """What every attention operator returns: contiguous ``[B, H, Sq, Dv]`` and ``[B, H, Sq]``."""
-    batch, heads, tokens, _ = query.shape
-    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    out = query.new_empty(batch, heads, tokens, value_dim)
-    return out, query.new_empty(batch, heads, tokens, dtype=lse_dtype)
 
 
 def _fake(

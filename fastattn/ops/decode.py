@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastattn import validation as check
+from fastattn.ops._outputs import empty_out_and_lse
 from fastattn.ops._register import register
-from fastattn.ops.attention import check_attention_shapes, empty_out_and_lse
+from fastattn.ops.attention import check_attention_shapes
 
 
 def decode_attention(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from fastattn import validation as check
+from fastattn.ops._outputs import accumulator_dtype
 from fastattn.ops._register import register
 
 
@@ -43,7 +43,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
             raise ValueError(f"outs[{index}] must have outs[0]'s shape {list(outs[0].shape)}, got {list(out.shape)}")
         if lse.shape != out.shape[:3]:
             raise ValueError(f"lses[{index}] must have shape {list(out.shape[:3])}, got {list(lse.shape)}")
-        expected = torch.float64 if out.dtype == torch.float64 else torch.float32
+        expected = accumulator_dtype(out.dtype)
         if lse.dtype != expected:
             raise TypeError(f"lses[{index}] must be {expected} for {out.dtype} outputs, got {lse.dtype}")
         check.check_no_grad("merge_attention", **{f"outs[{index}]": out, f"lses[{index}]": lse})

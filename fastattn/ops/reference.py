@@ -200,8 +200,8 @@ def query_moments(query: Tensor, valid: Tensor | None = None, *, min_length: int
     mask = valid[:, None, :, None]
     count = valid.sum(1).clamp(min=1)[:, None, None]
     mean = query.masked_fill(~mask, 0.0).sum(2) / count
-    centred = (query - mean[:, :, None]).masked_fill(~mask, 0.0)
-    return mean, centred.mT @ centred / count[..., None]
+    centered = (query - mean[:, :, None]).masked_fill(~mask, 0.0)
+    return mean, centered.mT @ centered / count[..., None]
 
 
 def cache_append_(

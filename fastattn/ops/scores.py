@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastattn import validation as check
+from fastattn.ops._outputs import accumulator_dtype
 from fastattn.ops._register import register
 
 
@@ -108,18 +109,7 @@ def score_expected_attention(
         check.check_size("value", value, dim, key.shape[dim], f"key's {what}")
     check.check_same_kind("key", key, value=value)
     check.check_int32("positions", positions, tuple(key.shape[:3]), "B Hkv C", key.device)
-    if (query_samples is None) == (query_mean is None) or (query_mean is None and query_cov is not None):
-        raise ValueError(
-            "give query_mean (and query_cov) or query_samples, not both or neither: got "
-            f"query_mean={_shape(query_mean)}, query_cov={_shape(query_cov)}, query_samples={_shape(query_samples)}"
-        )
-    _check_statistic("query_mean", query_mean, "B H D", key)
-    _check_statistic("query_cov", query_cov, "B H D D", key)
-    _check_statistic("query_samples", query_samples, "B H N D", key)
-    if query_mean is not None and query_cov is not None:
-        check.check_size("query_cov", query_cov, 1, query_mean.shape[1], "query_mean's heads")
-    if query_samples is not None and query_samples.shape[2] == 0:
-        raise ValueError(f"query_samples must hold at least one sample, got {list(query_samples.shape)}")
+    _check_query_statistics(key, query_mean, query_cov, query_samples)
     check.check_no_grad(
         "score_expected_attention",
         value=value,
@@ -128,10 +118,7 @@ def score_expected_attention(
         query_samples=query_samples,
     )
     check.check_count("n_sink", n_sink, 0)
-    if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float, torch.SymFloat)):
-        raise TypeError(f"epsilon must be a float, got {type(epsilon).__name__}")
-    if not 0.0 <= epsilon < math.inf:  # torch.compile traces comparisons of a symbolic float, not math.isfinite
-        raise ValueError(f"epsilon must be finite and not negative, got {epsilon}")
+    _check_epsilon(epsilon)
     if scale is None:
         raise TypeError("scale must be a float, got None")
     return SCORE_EXPECTED_ATTENTION(
@@ -190,11 +177,36 @@ def _check_keys(operator: str, key: Tensor, lengths: Tensor, min_length: int) ->
     check.check_no_grad(operator, key=key)
 
 
+def _check_query_statistics(
+    key: Tensor, query_mean: Tensor | None, query_cov: Tensor | None, query_samples: Tensor | None
+) -> None:
+    """Exactly one form is given, and its tensors fit the keys."""
+    if (query_samples is None) == (query_mean is None) or (query_mean is None and query_cov is not None):
+        raise ValueError(
+            "give query_mean (and query_cov) or query_samples, not both or neither: got "
+            f"query_mean={_shape(query_mean)}, query_cov={_shape(query_cov)}, query_samples={_shape(query_samples)}"
+        )
+    _check_statistic("query_mean", query_mean, "B H D", key)
+    _check_statistic("query_cov", query_cov, "B H D D", key)
+    _check_statistic("query_samples", query_samples, "B H N D", key)
+    if query_mean is not None and query_cov is not None:
+        check.check_size("query_cov", query_cov, 1, query_mean.shape[1], "query_mean's heads")
+    if query_samples is not None and query_samples.shape[2] == 0:
+        raise ValueError(f"query_samples must hold at least one sample, got {list(query_samples.shape)}")
+
+
+def _check_epsilon(epsilon: float) -> None:
+    if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float, torch.SymFloat)):
+        raise TypeError(f"epsilon must be a float, got {type(epsilon).__name__}")
+    if not 0.0 <= epsilon < math.inf:  # torch.compile traces comparisons of a symbolic float, not math.isfinite
+        raise ValueError(f"epsilon must be finite and not negative, got {epsilon}")
+
+
 def _check_statistic(name: str, value: Tensor | None, dims: str, key: Tensor) -> None:
     if value is None:
         return
     check.check_tensor(name, value, dims)
-    expected = torch.float64 if key.dtype == torch.float64 else torch.float32
+    expected = accumulator_dtype(key.dtype)
     if value.dtype != expected:
         raise TypeError(f"{name} must be {expected} for {key.dtype} keys, got {value.dtype}")
     check.check_size(name, value, 0, key.shape[0], "key's batch")
@@ -210,7 +222,7 @@ def _shape(value: Tensor | None) -> list[int] | None:
 
 
 def _score_like(key: Tensor) -> Tensor:
-    dtype = torch.float64 if key.dtype == torch.float64 else torch.float32
+    dtype = accumulator_dtype(key.dtype)
     return key.new_empty(key.shape[:3], dtype=dtype)
 
 
@@ -224,7 +236,7 @@ def _fake_expected_attention(key: Tensor, *_: object) -> Tensor:
 
 def _fake_moments(query: Tensor, valid: Tensor | None, min_length: int) -> tuple[Tensor, Tensor]:
     batch, heads, _, dim = query.shape
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = accumulator_dtype(query.dtype)
     return (
         query.new_empty(batch, heads, dim, dtype=dtype),
         query.new_empty(batch, heads, dim, dim, dtype=dtype),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastattn import ops
 from fastattn.ops import reference
-from fastattn.ops.cpu import _products
+from fastattn.ops.cpu import _latent_bf16
 from tests._helpers import draw, plain
 from tests._helpers.budget import assert_lse, assert_within_budget
 
@@ -94,8 +94,8 @@ def test_products_equal_the_definition(call: tuple[Tensor, Tensor, Tensor, Tenso
     latent, _, cache, lengths, _, causal = call
     small = {"_MIN_PRODUCTS": 1, "_MIN_WIDTH": 1, "_BLOCK": 32, "_SAMPLE": 8, "_has_fast_products": lambda: True}
     with (
-        mock.patch.multiple(_products, **small),
-        mock.patch.object(_products, "forward", wraps=_products.forward) as taken,
+        mock.patch.multiple(_latent_bf16, **small),
+        mock.patch.object(_latent_bf16, "forward", wraps=_latent_bf16.forward) as taken,
     ):
         check(*call, products=True)
     seen_by_all = lengths.clamp(0, cache.shape[1]) - (latent.shape[2] - 1 if causal else 0)
@@ -114,7 +114,7 @@ def test_deepseek_widths(heads: int, queries: int, capacity: int, largest: float
     cache[:, 77::100] *= largest
     lengths = torch.tensor([capacity, capacity - 1], dtype=torch.int32)
     draw.poison_slots_(cache, lengths)
-    products = _products._has_fast_products()
+    products = _latent_bf16._has_fast_products()
     for causal in (True, False):
         check(latent, rope, cache, lengths, 576**-0.5, causal, products=products)
 

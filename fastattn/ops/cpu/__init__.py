@@ -1,0 +1,1 @@
+"""The operators on a CPU, in PyTorch: found by the registration of each operator, imported when first called."""

@@ -75,7 +75,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: floa
 
 
 def takes_as_is(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """One head dim, its elements neighbours, and queries whose heads fold into rows by a view."""
+    """One head dim, its elements neighbors, and queries whose heads fold into rows by a view."""
     return query.shape[3] == value.shape[3] and query.is_contiguous() and key.stride(3) == value.stride(3) == 1
 
 
@@ -222,7 +222,7 @@ def _widen(tensor: Tensor, width: int) -> Tensor:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """The kernel reads rows as if their elements were neighbours."""
+    """The kernel reads rows as if their elements were neighbors."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

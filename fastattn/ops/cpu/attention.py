@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fastattn.ops.attention import empty_out_and_lse
+from fastattn.ops._outputs import empty_out_and_lse
 from fastattn.ops.cpu import _flash
 
 

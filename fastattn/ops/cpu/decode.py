@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from fastattn.ops.attention import empty_out_and_lse
+from fastattn.ops._outputs import empty_out_and_lse
 from fastattn.ops.cpu import _flash
 from fastattn.ops.cpu.attention import attend_range
 
@@ -26,13 +26,13 @@ def decode_attention(
     out.zero_()
     lse.fill_(float("-inf"))
     grouped_query, grouped_out, grouped_lse = (t.unflatten(1, (kv_heads, -1)) for t in (query, out, lse))
-    for rows, heads, length in blocks_of_equal_length(lengths, capacity):
+    for batch, heads, length in blocks_of_equal_length(lengths, capacity):
         attend_range(
-            grouped_query[rows, heads],
-            key[rows, heads, :length],
-            value[rows, heads, :length],
-            grouped_out[rows, heads],
-            grouped_lse[rows, heads],
+            grouped_query[batch, heads],
+            key[batch, heads, :length],
+            value[batch, heads, :length],
+            grouped_out[batch, heads],
+            grouped_lse[batch, heads],
             first=length - query.shape[2] + 1 if causal else length + 1,
             scale=scale,
         )
@@ -40,13 +40,13 @@ def decode_attention(
 
 
 def _common_length(lengths: Tensor, capacity: int) -> int:
-    """Valid slots of all rows and heads, 0 where they differ."""
+    """Valid slots of every batch row and head, 0 where they differ."""
     flat = lengths.flatten().tolist()
     return min(flat[0], capacity) if flat and flat.count(flat[0]) == len(flat) else 0
 
 
 def blocks_of_equal_length(lengths: Tensor, capacity: int) -> Iterator[tuple[slice, slice, int]]:
-    """Neighbouring rows, else neighbouring heads of a row, with the same number of valid slots; not those with none."""
+    """Neighboring batch rows, else neighboring heads of one, with as many valid slots; not those with none."""
     valid = lengths.clamp(0, capacity).tolist()
     for begin, end in _runs([row if min(row) < max(row) else row[0] for row in valid]):
         row = valid[begin]
@@ -61,7 +61,7 @@ def blocks_of_equal_length(lengths: Tensor, capacity: int) -> Iterator[tuple[sli
 
 
 def _runs(values: list) -> Iterator[tuple[int, int]]:
-    """Begin and end of each run of equal neighbours."""
+    """Begin and end of each run of equal neighbors."""
     begin = 0
     for index in range(1, len(values) + 1):
         if index == len(values) or values[index] != values[begin]:

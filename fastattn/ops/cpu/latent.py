@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.ops.attention import empty_out_and_lse
-from fastattn.ops.cpu import _products
+from fastattn.ops._outputs import empty_out_and_lse
+from fastattn.ops.cpu import _latent_bf16
 from fastattn.ops.cpu.attention import attend_range
 from fastattn.ops.cpu.decode import blocks_of_equal_length
 
@@ -21,21 +21,19 @@ def latent_decode(
     lse.fill_(float("-inf"))
     query = torch.cat([query_latent, query_rope], dim=-1)[:, None]  # one group of H heads
     # The rope columns ride along as values, which costs less than a copy of the latent without them.
-    for rows, _, length in blocks_of_equal_length(lengths[:, None], cache.shape[1]):
+    for batch, _, length in blocks_of_equal_length(lengths[:, None], cache.shape[1]):
         first = length - queries + 1 if causal else length + 1
-        if query.dtype == torch.bfloat16 and scale > 0 and _products.pays(query[0, 0], min(first, length)):
-            for row in range(rows.start, rows.stop):
-                out[row], lse[row] = _products.forward(
-                    query[row, 0], cache[row, :length], rank, min(first, length), scale
-                )
+        if query.dtype == torch.bfloat16 and scale > 0 and _latent_bf16.pays(query[0, 0], min(first, length)):
+            for b in range(batch.start, batch.stop):
+                out[b], lse[b] = _latent_bf16.forward(query[b, 0], cache[b, :length], rank, min(first, length), scale)
             continue
-        valid = cache[rows, None, :length]
+        valid = cache[batch, None, :length]
         attend_range(
-            query[rows],
+            query[batch],
             valid,
             valid,
-            out[rows, None],
-            lse[rows, None],
+            out[batch, None],
+            lse[batch, None],
             first=first,
             scale=scale,
         )

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fastattn.ops._outputs import accumulator_dtype
+
 # Vectors are widened to float32 in pieces of about this many numbers (16 MiB), which malloc keeps for the next call.
 _PIECE = 1 << 22
 
@@ -79,7 +81,7 @@ def score_expected_attention(
 
 def query_moments(query: Tensor, valid: Tensor | None, min_length: int) -> tuple[Tensor, Tensor]:
     batch, heads, tokens, dim = query.shape
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = accumulator_dtype(query.dtype)
     mean = query.new_zeros(batch, heads, dim, dtype=dtype)
     cov = query.new_zeros(batch, heads, dim, dim, dtype=dtype)
     counts = [tokens] * batch if valid is None else valid.sum(1).tolist()
@@ -91,9 +93,9 @@ def query_moments(query: Tensor, valid: Tensor | None, min_length: int) -> tuple
         for first in range(0, heads, step):
             piece = query[b, first : first + step]
             wide = (piece if chosen is None else piece.index_select(1, chosen)).to(dtype)
-            centre = wide.mean(1)
-            wide = wide - centre[:, None]
-            mean[b, first : first + step] = centre
+            center = wide.mean(1)
+            wide = wide - center[:, None]
+            mean[b, first : first + step] = center
             cov[b, first : first + step] = wide.mT @ wide / count
     return mean, cov
 
@@ -111,7 +113,7 @@ def _groups(query_mean: Tensor | None, query_samples: Tensor | None, kv_heads: i
 
 
 def _no_score(key: Tensor) -> Tensor:
-    dtype = torch.float64 if key.dtype == torch.float64 else torch.float32
+    dtype = accumulator_dtype(key.dtype)
     return key.new_full(key.shape[:3], float("-inf"), dtype=dtype)
 
 

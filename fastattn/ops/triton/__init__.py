@@ -1,0 +1,1 @@
+"""The operators on a GPU: Triton kernels and their launchers, imported when first called."""

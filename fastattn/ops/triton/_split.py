@@ -1,6 +1,9 @@
-"""Splitting the slots of a cache over programs, and combining the partial results."""
+"""Splitting the slots of a cache over programs: one launcher for both decode operators, and combining the parts."""
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import torch
 import triton
@@ -8,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.ops.triton import _launch
+from fastattn.ops.triton.configs import SplitConfig
 
 MOST_SPLITS = 128
 SPLIT_TILES = 2  # a split of fewer tiles spends more on its start and on combining than it saves
-GOOD_ENOUGH = 0.9
 
 
 @triton.jit
@@ -67,7 +70,12 @@ def combine_kernel(
 
 
 def split_count(target: _launch.Target, programs: int, tiles: int, resident: int) -> int:
-    """How many programs share one row tile's slots: enough to fill the chip, in nearly whole waves.
+    """How many programs share one row tile's slots, such that the slowest of them ends soonest over a full buffer.
+
+    A count is admissible where every split has whole tiles, at least ``SPLIT_TILES`` of them but for the last, and none
+    is empty: ``ceil(tiles / share)`` for some share. It takes ``waves * share`` steps, with as many waves as the chip
+    needs for all programs. Among the quickest counts the smallest is taken, for it combines least. A chip that is full
+    without splitting isn't split: partial results cost memory and bandwidth, and the next program follows on anyway.
 
     Args:
         target: the chip.
@@ -75,17 +83,84 @@ def split_count(target: _launch.Target, programs: int, tiles: int, resident: int
         tiles: key tiles of a full buffer.
         resident: programs of this kernel that one processor holds at a time.
     """
-    slots = target.processors * resident
-    most = torch.sym_min(MOST_SPLITS, (tiles + SPLIT_TILES - 1) // SPLIT_TILES)
-    if programs >= slots or most <= 1:
+    at_once = target.processors * resident
+    if programs >= at_once or tiles <= SPLIT_TILES:
         return 1
-    if not (isinstance(programs, int) and isinstance(most, int)):
-        return torch.sym_max(1, torch.sym_min(most, slots // programs))
-    # the share of the last wave that is busy, over all waves; the first good enough wins, for it combines least
-    filled = {count: programs * count / slots for count in range(1, most + 1)}
-    share = {count: waves / -(-waves // 1) for count, waves in filled.items()}
-    best = max(share.values())
-    return next(count for count, value in share.items() if value >= GOOD_ENOUGH * best)
+    most = torch.sym_min(MOST_SPLITS, _ceil(tiles, SPLIT_TILES))
+    if isinstance(programs, int) and isinstance(tiles, int):
+        return _quickest_count(at_once, programs, tiles, int(most))
+    # sizes that a graph leaves open are not searched over: as many splits as one wave holds, then none of them empty
+    return _ceil(tiles, _ceil(tiles, torch.sym_min(most, at_once // programs)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _quickest_count(at_once: int, programs: int, tiles: int, most: int) -> int:
+    """The smallest of the counts up to ``most`` without an empty split that take fewest steps."""
+    shares = {count: _ceil(tiles, count) for count in range(1, most + 1)}
+    steps = {
+        count: _ceil(programs * count, at_once) * share
+        for count, share in shares.items()
+        if _ceil(tiles, share) == count
+    }
+    return min(steps, key=lambda count: (steps[count], count))
+
+
+def _ceil(value: int, divisor: int) -> int:
+    """``value / divisor``, rounded up; works for symbolic sizes."""
+    return (value + divisor - 1) // divisor
+
+
+def launch_splits(
+    kernel: Any,
+    inputs: tuple[Tensor, ...],
+    out: Tensor,
+    lse: Tensor,
+    *,
+    config: SplitConfig,
+    groups: int,
+    rows: int,
+    capacity: int,
+    sizes: tuple[int, ...],
+    **constants: Any,
+) -> None:
+    """Run a split-KV kernel over as many splits of the slots as fill the chip, and combine their results.
+
+    Args:
+        kernel: takes ``inputs``, partial out and lse, ``sizes``, the capacity, the row tiles of a group, the splits,
+            all strides of ``inputs``, the split strides of the partial results, then ``constants``.
+        inputs: the tensors it reads, in its order.
+        out: receives the result, ``[B, H, Sq, Dv]``, contiguous.
+        lse: receives the log-sum-exp, ``[B, H, Sq]``, contiguous.
+        config: tile and launch options.
+        groups: sets of rows that read the same slots.
+        rows: (query, head) rows of one group.
+        capacity: slots of the buffer.
+        sizes: what else the kernel is told at run time.
+        constants: what it is compiled for, tile sizes aside.
+    """
+    row_tiles = triton.cdiv(rows, config.rows)
+    programs = groups * row_tiles
+    tiles = triton.cdiv(capacity, config.keys)
+    splits = split_count(_launch.target_of(out), programs, tiles, config.resident)
+    part_out, part_lse = split_buffers(out, lse, splits)
+    _launch.kernel(kernel)[(programs, splits)](
+        *inputs,
+        part_out,
+        part_lse,
+        *sizes,
+        capacity,
+        row_tiles,
+        splits,
+        *(stride for tensor in inputs for stride in tensor.stride()),
+        part_out.stride(0),
+        part_lse.stride(0),
+        **constants,
+        BLOCK_M=config.rows,
+        BLOCK_N=config.keys,
+        **config.options(),
+    )
+    if splits != 1:
+        combine(part_out, part_lse, out, lse)
 
 
 def split_buffers(out: Tensor, lse: Tensor, splits: int) -> tuple[Tensor, Tensor]:

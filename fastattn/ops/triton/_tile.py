@@ -1,7 +1,7 @@
 """Pieces that the attention kernels share: masked tiles, one online-softmax step, the packing of rows.
 
 Rows. The heads of a group attend to the same keys, so a tile's rows are (query, head of the group) pairs: row ``r`` is
-query ``r // GROUP``, head ``r % GROUP``. Every key tile is then read once per group, and neighbouring rows see nearly
+query ``r // GROUP``, head ``r % GROUP``. Every key tile is then read once per group, and neighboring rows see nearly
 the same keys.
 
 Columns. A head dim is covered by two powers of two, ``D1 + D2`` (``_launch.split_columns``), ``D2 = 0`` where one does.

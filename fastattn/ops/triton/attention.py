@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.ops.attention import empty_out_and_lse
+from fastattn.ops._outputs import empty_out_and_lse
 from fastattn.ops.triton import _launch
 from fastattn.ops.triton._tile import LOG2E, load_row, load_tile, softmax_end, softmax_step
 from fastattn.ops.triton.configs import OfflineCase, attention_config

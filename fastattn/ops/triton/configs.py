@@ -190,7 +190,7 @@ def attention_config(family: str, rows: int, columns: int, itemsize: int) -> Con
 
 
 # (largest head dim, tile for many rows, tile for at most 64 rows); a tile is (rows, keys, warps, stages).
-# 128 rows give a matrix unit two times 64; more keys per tile amortise the softmax, until shared memory is full.
+# 128 rows give a matrix unit two times 64; more keys per tile amortize the softmax, until shared memory is full.
 _ATTENTION = {
     # at 128/128, 128 keys spill; three stages of 64 keys fit with room to spare
     "sm_90": (

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.ops.attention import empty_out_and_lse
+from fastattn.ops._outputs import empty_out_and_lse
 from fastattn.ops.triton import _launch
-from fastattn.ops.triton._split import combine, split_buffers, split_count, split_range
-from fastattn.ops.triton._tile import LOG2E, load_tile, softmax_end, softmax_step
+from fastattn.ops.triton._split import launch_splits, split_range
+from fastattn.ops.triton._tile import LOG2E, load_row, load_tile, softmax_end, softmax_step
 from fastattn.ops.triton.configs import OfflineCase, decode_config
 
 LARGEST_DIM = 512
@@ -81,14 +81,10 @@ def decode_kernel(
 
     p_query = query + i_b * sqb + o_head * sqh + o_query.to(tl.int64) * sqt
     # [M, DK1], [M, DK2]
-    b_q1 = tl.load(
-        p_query[:, None] + o_d1.to(tl.int64)[None, :] * sqd, mask=m_row[:, None] & (o_d1 < DK)[None, :], other=0.0
-    )
+    b_q1 = load_row(p_query, o_d1, sqd, m_row, DK if DK < DK1 else DK1, DK1)
     if DK2 > 0:
         o_d2 = DK1 + tl.arange(0, DK2)
-        b_q2 = tl.load(
-            p_query[:, None] + o_d2.to(tl.int64)[None, :] * sqd, mask=m_row[:, None] & (o_d2 < DK)[None, :], other=0.0
-        )
+        b_q2 = load_row(p_query, o_d2, sqd, m_row, DK, DK1 + DK2)
     p_key = key + i_b * skb + i_h * skh
     p_value = value + i_b * svb + i_h * svh
 
@@ -138,30 +134,17 @@ def decode_attention(
     group = heads // kv_heads
     dk1, dk2 = _launch.split_columns(key_dim)
     dv1 = _launch.next_power_of_two(value_dim, 16)
-    target = _launch.target_of(query)
-    config = decode_config(target.family, group * tokens, (dk1 + dk2 + dv1) * query.itemsize, query.itemsize)
-    row_tiles = triton.cdiv(group * tokens, config.rows)
-    programs = batch * kv_heads * row_tiles
-    splits = split_count(target, programs, triton.cdiv(capacity, config.keys), config.resident)
-    part_out, part_lse = split_buffers(out, lse, splits)
-    _launch.kernel(decode_kernel)[(programs, splits)](
-        query,
-        key,
-        value,
-        lengths,
-        part_out,
-        part_lse,
-        kv_heads,
-        tokens,
-        capacity,
-        row_tiles,
-        splits,
-        *query.stride(),
-        *key.stride(),
-        *value.stride(),
-        *lengths.stride(),
-        part_out.stride(0),
-        part_lse.stride(0),
+    family = _launch.target_of(query).family
+    launch_splits(
+        decode_kernel,
+        (query, key, value, lengths),
+        out,
+        lse,
+        config=decode_config(family, group * tokens, (dk1 + dk2 + dv1) * query.itemsize, query.itemsize),
+        groups=batch * kv_heads,
+        rows=group * tokens,
+        capacity=capacity,
+        sizes=(kv_heads, tokens),
         SCALE=float(scale),
         CAUSAL=causal,
         GROUP=int(group),
@@ -170,12 +153,7 @@ def decode_attention(
         DK2=dk2,
         DV=int(value_dim),
         DV1=dv1,
-        BLOCK_M=config.rows,
-        BLOCK_N=config.keys,
-        **config.options(),
     )
-    if splits != 1:
-        combine(part_out, part_lse, out, lse)
     return out, lse
 
 

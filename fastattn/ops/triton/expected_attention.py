@@ -110,48 +110,15 @@ def score_expected_attention(
     operator = "score_expected_attention"
     _launch.check_dtype(operator, "key", key)
     batch, heads, slots, _ = key.shape
-    dim, value_dim = int(key.shape[3]), int(value.shape[3])
-    block_shape(operator, "a key head dim", dim)
+    value_dim = int(value.shape[3])
+    block_shape(operator, "a key head dim", int(key.shape[3]))
     block_c, block_d = block_shape(operator, "a value head dim", value_dim) if use_value_norm else (128, 16)
     score = key.new_empty(batch, heads, slots, dtype=torch.float32)
     if score.numel() == 0:
         return score
     lengths, positions = lengths.contiguous(), positions.contiguous()
-    form, matrix, columns, matrix_strides = _matrix(query_mean, query_cov, query_samples)
-    group = int(matrix.shape[1] // heads)
-    tile = logits_tile(_launch.target_of(key).family, key.dtype, form, dim, columns)
-    tiles = (slots + tile["BLOCK_M"] - 1) // tile["BLOCK_M"]
-    logits = key.new_empty(batch * heads * group, slots, dtype=torch.float32)
-    partial = key.new_empty(batch * heads * group, tiles, 2, dtype=torch.float32)
-    softmax = key.new_empty(batch * heads * group, 2, dtype=torch.float32)
-    # a matrix product is worth a program of its own; without one, a program reads its keys once for all heads
-    heads_each = group if form == MEAN.value else 1
-    _launch.kernel(logits_kernel)[(batch * heads * (group // heads_each), tiles)](
-        key,
-        lengths,
-        positions,
-        matrix if query_mean is None else query_mean.contiguous(),
-        matrix,
-        logits,
-        partial,
-        heads,
-        slots,
-        tiles,
-        columns,
-        n_sink,
-        min_length,
-        *key.stride(),
-        *matrix_strides,
-        SCALE=float(scale),
-        FORM=form,
-        GROUP=group,
-        HEADS=heads_each,
-        D=dim,
-        **tile,
-    )
-    _launch.kernel(softmax_kernel)[(batch * heads * group,)](
-        lengths, partial, softmax, tiles, min_length, GROUP=group, BLOCK_S=SOFTMAX_BLOCK, num_warps=4, num_stages=1
-    )
+    statistics = (query_mean, query_cov, query_samples)
+    group, logits, softmax = _logits_and_softmax(key, lengths, positions, statistics, scale, n_sink, min_length)
     chunks, chunk = slot_chunks(key, batch * heads, slots, block_c)
     _launch.kernel(score_kernel)[(batch * heads, chunks)](
         value,
@@ -176,6 +143,56 @@ def score_expected_attention(
         num_stages=2,
     )
     return score
+
+
+def _logits_and_softmax(
+    key: Tensor,
+    lengths: Tensor,
+    positions: Tensor,
+    statistics: tuple[Tensor | None, Tensor | None, Tensor | None],
+    scale: float,
+    n_sink: int,
+    min_length: int,
+) -> tuple[int, Tensor, Tensor]:
+    """The group, ``logits [query heads, slots]`` and ``softmax [query heads, 2]`` (see :func:`softmax_kernel`)."""
+    batch, heads, slots, _ = key.shape
+    dim = int(key.shape[3])
+    form, matrix, columns, matrix_strides = _matrix(*statistics)
+    group = int(matrix.shape[1] // heads)
+    tile = logits_tile(_launch.target_of(key).family, key.dtype, form, dim, columns)
+    tiles = (slots + tile["BLOCK_M"] - 1) // tile["BLOCK_M"]
+    logits = key.new_empty(batch * heads * group, slots, dtype=torch.float32)
+    partial = key.new_empty(batch * heads * group, tiles, 2, dtype=torch.float32)
+    softmax = key.new_empty(batch * heads * group, 2, dtype=torch.float32)
+    # a matrix product is worth a program of its own; without one, a program reads its keys once for all heads
+    heads_each = group if form == MEAN.value else 1
+    _launch.kernel(logits_kernel)[(batch * heads * (group // heads_each), tiles)](
+        key,
+        lengths,
+        positions,
+        matrix if statistics[0] is None else statistics[0].contiguous(),
+        matrix,
+        logits,
+        partial,
+        heads,
+        slots,
+        tiles,
+        columns,
+        n_sink,
+        min_length,
+        *key.stride(),
+        *matrix_strides,
+        SCALE=float(scale),
+        FORM=form,
+        GROUP=group,
+        HEADS=heads_each,
+        D=dim,
+        **tile,
+    )
+    _launch.kernel(softmax_kernel)[(batch * heads * group,)](
+        lengths, partial, softmax, tiles, min_length, GROUP=group, BLOCK_S=SOFTMAX_BLOCK, num_warps=4, num_stages=1
+    )
+    return group, logits, softmax
 
 
 def _matrix(

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.ops.attention import empty_out_and_lse
+from fastattn.ops._outputs import empty_out_and_lse
 from fastattn.ops.triton import _launch
-from fastattn.ops.triton._split import combine, split_buffers, split_count, split_range
-from fastattn.ops.triton._tile import LOG2E, load_tile, softmax_end, softmax_step
+from fastattn.ops.triton._split import launch_splits, split_range
+from fastattn.ops.triton._tile import LOG2E, load_row, load_tile, softmax_end, softmax_step
 from fastattn.ops.triton.configs import OfflineCase, latent_config
 
 LARGEST_RANK = 512
@@ -75,14 +75,11 @@ def latent_kernel(
 
     # [M, RANK1], [M, ROPE1]
     p_query = query_latent + i_b * sqb + o_head * sqh + o_query.to(tl.int64) * sqt
-    b_q = tl.load(
-        p_query[:, None] + o_rank.to(tl.int64)[None, :] * sqd, mask=m_row[:, None] & (o_rank < RANK)[None, :], other=0.0
-    )
+    b_q = load_row(p_query, o_rank, sqd, m_row, RANK, RANK1)
     if ROPE > 0:
         o_rope = tl.arange(0, ROPE1)
         p_rope = query_rope + i_b * srb + o_head * srh + o_query.to(tl.int64) * srt
-        m_rope = m_row[:, None] & (o_rope < ROPE)[None, :]
-        b_r = tl.load(p_rope[:, None] + o_rope.to(tl.int64)[None, :] * srd, mask=m_rope, other=0.0)
+        b_r = load_row(p_rope, o_rope, srd, m_row, ROPE, ROPE1)
     p_cache = cache + i_b * scb
 
     b_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -128,29 +125,16 @@ def latent_decode(
     if batch * heads * tokens == 0:
         return out, lse
     rank1, rope1 = _launch.next_power_of_two(rank, 16), _launch.next_power_of_two(rope, 16)
-    target = _launch.target_of(cache)
-    config = latent_config(target.family, heads * tokens, rank1, rope1, cache.itemsize)
-    row_tiles = triton.cdiv(heads * tokens, config.rows)
-    programs = batch * row_tiles
-    splits = split_count(target, programs, triton.cdiv(capacity, config.keys), config.resident)
-    part_out, part_lse = split_buffers(out, lse, splits)
-    _launch.kernel(latent_kernel)[(programs, splits)](
-        query_latent,
-        query_rope,
-        cache,
-        lengths,
-        part_out,
-        part_lse,
-        tokens,
-        capacity,
-        row_tiles,
-        splits,
-        *query_latent.stride(),
-        *query_rope.stride(),
-        *cache.stride(),
-        *lengths.stride(),
-        part_out.stride(0),
-        part_lse.stride(0),
+    launch_splits(
+        latent_kernel,
+        (query_latent, query_rope, cache, lengths),
+        out,
+        lse,
+        config=latent_config(_launch.target_of(cache).family, heads * tokens, rank1, rope1, cache.itemsize),
+        groups=batch,
+        rows=heads * tokens,
+        capacity=capacity,
+        sizes=(tokens,),
         SCALE=float(scale),
         CAUSAL=causal,
         HEADS=int(heads),
@@ -158,12 +142,7 @@ def latent_decode(
         RANK1=rank1,
         ROPE=int(rope),
         ROPE1=rope1,
-        BLOCK_M=config.rows,
-        BLOCK_N=config.keys,
-        **config.options(),
     )
-    if splits != 1:
-        combine(part_out, part_lse, out, lse)
     return out, lse
 
 

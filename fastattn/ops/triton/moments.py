@@ -104,7 +104,7 @@ def mean_of(partial, i_head, splits, count, o_d, D: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def centred_tile(p_query, o_t, o_d, sqt, sqd, m_t, b_mean, D: tl.constexpr, BLOCK: tl.constexpr):
+def centered_tile(p_query, o_t, o_d, sqt, sqd, m_t, b_mean, D: tl.constexpr, BLOCK: tl.constexpr):
     """Queries less their mean ``[T, BLOCK]``, zeros for tokens that do not count."""
     pointers = p_query + o_t.to(tl.int64)[:, None] * sqt + o_d.to(tl.int64)[None, :] * sqd
     m_tile = m_t[:, None]
@@ -164,8 +164,8 @@ def covariance_kernel(
         o_t = start + tl.arange(0, BLOCK_T)
         m_t = valid_tokens(p_valid, o_t, last, HAS_VALID)
         # [T, M], [T, N]
-        b_m = centred_tile(p_query, o_t, o_m, sqt, sqd, m_t, b_mean_m, D, BLOCK_M)
-        b_n = centred_tile(p_query, o_t, o_n, sqt, sqd, m_t, b_mean_n, D, BLOCK_M)
+        b_m = centered_tile(p_query, o_t, o_m, sqt, sqd, m_t, b_mean_m, D, BLOCK_M)
+        b_n = centered_tile(p_query, o_t, o_n, sqt, sqd, m_t, b_mean_n, D, BLOCK_M)
         b_acc = tl.dot(tl.trans(b_m), b_n, b_acc, input_precision=PRECISION)
     b_acc = b_acc / tl.maximum(count, 1)
     p_cov = cov + (i_head * splits + i_split) * D * D
@@ -206,10 +206,7 @@ def query_moments(query: Tensor, valid: Tensor | None, min_length: int) -> tuple
     target = _launch.target_of(query)
     block_m = min(32 if query.dtype == torch.float32 else 64, block_d)
     tiles = (dim + block_m - 1) // block_m
-    # programs that the chip runs at once, over those without splitting
-    wanted = 2 * target.processors // (batch * heads * (tiles * (tiles + 1) // 2))
-    splits = torch.sym_max(1, torch.sym_min(torch.sym_min(wanted, MOST_SPLITS), tokens // SPLIT_TOKENS))
-    share = ((tokens + splits - 1) // splits + block_t - 1) // block_t * block_t
+    splits, share = _split_tokens(target, batch * heads * (tiles * (tiles + 1) // 2), tokens, block_t)
     has_valid = valid is not None
     valid = valid.contiguous() if valid is not None else query  # a stand-in that is not read
     partial = query.new_empty(batch * heads, splits, dim, dtype=torch.float32)
@@ -227,7 +224,7 @@ def query_moments(query: Tensor, valid: Tensor | None, min_length: int) -> tuple
         num_warps=4,
         num_stages=2,
     )
-    # centred queries have all the bits of float32: three TF32 products where the chip has them, else float32 ones
+    # centered queries have all the bits of float32: three TF32 products where the chip has them, else float32 ones
     exact = query.dtype == torch.float32 or target.family == "gfx942"
     _launch.kernel(covariance_kernel)[(batch * heads, tiles * tiles, splits)](
         query,
@@ -245,21 +242,18 @@ def query_moments(query: Tensor, valid: Tensor | None, min_length: int) -> tuple
         num_stages=2,
     )
     if splits != 1:
+        sizes = (heads, tokens, splits, dim * dim, min_length)
         _launch.kernel(add_kernel)[(batch * heads, (dim * dim + ADD_BLOCK - 1) // ADD_BLOCK)](
-            valid,
-            parts,
-            cov,
-            heads,
-            tokens,
-            splits,
-            dim * dim,
-            min_length,
-            HAS_VALID=has_valid,
-            BLOCK=ADD_BLOCK,
-            num_warps=4,
-            num_stages=1,
+            valid, parts, cov, *sizes, HAS_VALID=has_valid, BLOCK=ADD_BLOCK, num_warps=4, num_stages=1
         )
     return mean, cov
+
+
+def _split_tokens(target: _launch.Target, programs: int, tokens: int, block: int) -> tuple[int, int]:
+    """How many programs share the tokens where ``programs`` do without splitting, and the tokens of each in blocks."""
+    wanted = 2 * target.processors // programs  # two programs per processor run at once
+    splits = torch.sym_max(1, torch.sym_min(torch.sym_min(wanted, MOST_SPLITS), tokens // SPLIT_TOKENS))
+    return splits, ((tokens + splits - 1) // splits + block - 1) // block * block
 
 
 def offline_cases() -> list[OfflineCase]:

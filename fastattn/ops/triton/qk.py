@@ -40,7 +40,7 @@ def qk_kernel(
 ):
     """One program: a tile of (query, head of the group) rows times a tile of keys.
 
-    Programs walk bands of ``BAND`` row tiles along the keys, so that neighbours in time share operands in the L2 cache.
+    Programs walk bands of ``BAND`` row tiles along the keys, so that neighbors in time share operands in the L2 cache.
     """
     i_pair = tl.program_id(0) % (row_tiles * key_tiles)
     i_bh = tl.program_id(0) // (row_tiles * key_tiles)
