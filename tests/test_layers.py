@@ -25,7 +25,8 @@ LAYERS = (
     ("fastattn.modules",),
     ("fastattn.integrations", "fastattn.distributed"),
     ("fastattn.convert",),
-    ("fastattn", "fastattn.advice"),
+    ("fastattn.advice",),
+    ("fastattn",),  # the names that it exports
     ("benchmarks", "examples", "tests"),
 )
 RANKS = {name: rank for rank, row in enumerate(LAYERS) for name in row}
