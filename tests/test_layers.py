@@ -18,14 +18,14 @@ LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 # From the bottom up. A layer may import itself and those in rows below, not its neighbors in a row. A module belongs to
 # the layer with the longest name that it begins with.
 LAYERS = (
-    ("fastattn.validation",),
+    ("fastattn.validation", "fastattn._lazy"),  # argument checks; public names loaded on first use
     ("fastattn.ops._", "fastattn.ops.reference"),  # what operators share; their definitions
     ("fastattn.ops.cpu", "fastattn.ops.triton"),
     ("fastattn.ops",),  # the public functions
     ("fastattn.modules",),
     ("fastattn.integrations", "fastattn.distributed"),
     ("fastattn.convert",),
-    ("fastattn.advice",),
+    ("fastattn.advice", "fastattn.native"),
     ("fastattn",),  # the names that it exports
     ("benchmarks", "examples", "tests"),
 )
