@@ -6,6 +6,7 @@ Imports are read from the source, so that those inside functions and under TYPE_
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,6 +146,24 @@ def test_every_file_says_what_it_holds() -> None:
     silent = [str(path.relative_to(ROOT)) for path in FILES if not ast.get_docstring(ast.parse(path.read_text()))]
     silent = [path for path in silent if path.startswith("fastattn")]
     assert not silent, f"must begin with a docstring: {', '.join(silent)}"
+
+
+def named_paths(page: Path) -> Iterator[str]:
+    """Paths from the root that a page names in code type, with what stands in braces written out."""
+    for name in re.findall(r"`((?:fastattn|benchmarks|examples|tests)/[^`\s]*)`", page.read_text()):
+        before, brace, rest = name.partition("{")
+        if not brace:
+            yield name
+            continue
+        inside, _, after = rest.partition("}")
+        yield from (f"{before}{part}{after}" for part in inside.split(","))
+
+
+def test_architecture_names_files_that_exist() -> None:
+    named = [name for name in named_paths(ROOT / "docs" / "architecture.md") if "NAME" not in name]
+    assert len(named) > 30
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not missing, f"docs/architecture.md names what is not there: {', '.join(missing)}"
 
 
 def test_the_rule_finds_what_it_must(tmp_path: Path) -> None:
