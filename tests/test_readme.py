@@ -1,4 +1,4 @@
-"""Every Python snippet of the README and of docs/ runs as it stands."""
+"""Every Python snippet of the README and of docs/ runs as it stands, and their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -50,3 +50,23 @@ def test_pages_have_the_snippets_that_are_tested() -> None:
     for page in PAGES:
         assert page.read_text().count("```python") == len(snippets(page)), page
     assert len(snippets(README)) >= 5
+
+
+def test_readme_is_short_and_begins_with_a_figure() -> None:
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 200
+    assert any(line.startswith("![") for line in lines[:30])
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    for target in targets:
+        if target.startswith(("https:", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
