@@ -16,6 +16,7 @@ from fastattn.ops import reference
 from fastattn.ops.cpu import _products
 from tests._helpers import draw, plain
 from tests._helpers.budget import assert_lse, assert_within_budget
+from tests._helpers.native import without_native
 
 
 def check(
@@ -94,6 +95,7 @@ def test_products_equal_the_definition(call: tuple[Tensor, Tensor, Tensor, Tenso
     latent, _, cache, lengths, _, causal = call
     small = {"_MIN_PRODUCTS": 1, "_MIN_WIDTH": 1, "_BLOCK": 32, "_SAMPLE": 8, "_has_fast_products": lambda: True}
     with (
+        without_native(),
         mock.patch.multiple(_products, **small),
         mock.patch.object(_products, "forward", wraps=_products.forward) as taken,
     ):

@@ -1,0 +1,414 @@
+// Attention of a few queries over a cache buffer: decode_attention and latent_decode.
+//
+// The queries of a group share their key head, so each key is read once for all of them. The valid slots of all rows and
+// heads, laid end to end, are cut into as many equal pieces as there are threads; a row that a cut falls into is merged
+// from its parts afterwards. Within a piece slots stream through in blocks: scores of a block for all queries, online
+// softmax, weighted sum of the block's values.
+#pragma once
+
+#include "common.h"
+
+namespace fastattn {
+
+constexpr int64_t kBlock = 64; // slots whose scores are kept at once: their keys and values stay in a core's caches
+constexpr int64_t kMaxRows = 128; // queries handled together
+constexpr int64_t kGrain = 1 << 15; // numbers of the cache that are worth waking a thread for
+
+// One tensor whose columns are part of the query, any strides.
+template <typename T>
+struct QueryPart {
+  const T* data;
+  int64_t batch, head, token, column; // strides
+  int64_t width;
+};
+
+template <typename T>
+struct Problem {
+  QueryPart<T> parts[2];
+  int64_t heads, kv_heads, queries;
+  const T* key;
+  int64_t key_batch, key_head, key_slot, dim;
+  const T* value;
+  int64_t value_batch, value_head, value_slot, value_dim;
+  std::vector<int64_t> lengths; // [batch * kv_heads], within the capacity
+  double scale;
+  bool causal;
+  T* out; // [batch, heads, queries, value_dim]
+  Wide<T>* lse; // [batch, heads, queries]
+};
+
+// scores[m][n] = query row m . key n, without the scale. `query` rows are padded with zeros to a multiple of kStep.
+template <typename T, int kRows, int kKeys>
+inline void dot_tile(
+    const typename Dot<T>::Query* query, int64_t query_row, const T* key, int64_t key_slot, int64_t dim,
+    Wide<T>* scores, int64_t scores_row) {
+  using D = Dot<T>;
+  Vec<T> sums[kRows][kKeys];
+  FASTATTN_UNROLL
+  for (int m = 0; m < kRows; ++m) {
+    FASTATTN_UNROLL
+    for (int n = 0; n < kKeys; ++n) {
+      sums[m][n] = Vec<T>(0);
+    }
+  }
+  const auto step = [&](int64_t d, auto load_key) {
+    typename D::Chunk keys[kKeys];
+    FASTATTN_UNROLL
+    for (int n = 0; n < kKeys; ++n) {
+      keys[n] = load_key(key + n * key_slot + d);
+    }
+    FASTATTN_UNROLL
+    for (int m = 0; m < kRows; ++m) {
+      const auto row = D::load_query(query + m * query_row + d);
+      FASTATTN_UNROLL
+      for (int n = 0; n < kKeys; ++n) {
+        sums[m][n] = D::step(row, keys[n], sums[m][n]);
+      }
+    }
+  };
+  int64_t d = 0;
+  for (; d + D::kStep <= dim; d += D::kStep) {
+    step(d, [](const T* data) { return D::load_key(data); });
+  }
+  if (d < dim) {
+    step(d, [rest = dim - d](const T* data) { return D::load_key(data, rest); });
+  }
+  FASTATTN_UNROLL
+  for (int m = 0; m < kRows; ++m) {
+    if constexpr (kKeys == 4) {
+      sum_lanes_of_four(sums[m], scores + m * scores_row);
+    } else {
+      for (int n = 0; n < kKeys; ++n) {
+        scores[m * scores_row + n] = sum_lanes(sums[m][n]);
+      }
+    }
+  }
+}
+
+template <typename T, int kRows>
+inline void dot_rows(
+    const typename Dot<T>::Query* query, int64_t query_row, const T* key, int64_t key_slot, int64_t keys, int64_t dim,
+    Wide<T>* scores) {
+  int64_t n = 0;
+  for (; n + 4 <= keys; n += 4) {
+    dot_tile<T, kRows, 4>(query, query_row, key + n * key_slot, key_slot, dim, scores + n, kBlock);
+  }
+  for (; n < keys; ++n) {
+    dot_tile<T, kRows, 1>(query, query_row, key + n * key_slot, key_slot, dim, scores + n, kBlock);
+  }
+}
+
+// sums[m][:] += sum over slots n of weights[m][n] * value n, for kLoads loads of columns.
+template <typename T, int kRows, int kLoads>
+inline void weigh_tile(
+    const Wide<T>* weights, const T* value, int64_t value_slot, int64_t slots, int64_t rest, Wide<T>* sums,
+    int64_t sums_row) {
+  using W = Widen<T>;
+  constexpr int kVectors = kLoads * W::kVectors, kLanes = Vec<T>::size();
+  Vec<T> total[kRows][kVectors];
+  FASTATTN_UNROLL
+  for (int m = 0; m < kRows; ++m) {
+    FASTATTN_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      total[m][v] = Vec<T>::loadu(sums + m * sums_row + v * kLanes);
+    }
+  }
+  const auto add = [&](int64_t n, auto load_values) {
+    Vec<T> columns[kLoads][W::kVectors];
+    FASTATTN_UNROLL
+    for (int c = 0; c < kLoads; ++c) {
+      load_values(value + n * value_slot + c * W::kNumbers, columns[c]);
+    }
+    FASTATTN_UNROLL
+    for (int m = 0; m < kRows; ++m) {
+      const Vec<T> weight(weights[m * kBlock + n]);
+      FASTATTN_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        total[m][v] = at::vec::fmadd(weight, columns[v / W::kVectors][v % W::kVectors], total[m][v]);
+      }
+    }
+  };
+  if (rest == 0) {
+    for (int64_t n = 0; n < slots; ++n) {
+      add(n, [](const T* data, auto& out) { W::load_values(data, out); });
+    }
+  } else {
+    for (int64_t n = 0; n < slots; ++n) {
+      add(n, [rest](const T* data, auto& out) { W::load_values(data, rest, out); });
+    }
+  }
+  FASTATTN_UNROLL
+  for (int m = 0; m < kRows; ++m) {
+    FASTATTN_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      total[m][v].store(sums + m * sums_row + v * kLanes);
+    }
+  }
+}
+
+template <typename T, int kRows>
+inline void weigh_rows(
+    const Wide<T>* weights, const T* value, int64_t value_slot, int64_t slots, int64_t value_dim, Wide<T>* sums,
+    int64_t sums_row) {
+  // As many columns at once as registers hold next to the sums of kRows queries.
+  constexpr int64_t kNumbers = Widen<T>::kNumbers;
+  constexpr int kLoads = (kRows == 1 ? 8 : (Vec<T>::size() * sizeof(Wide<T>) == 32 ? 2 : 4)) / Widen<T>::kVectors;
+  int64_t c = 0;
+  for (; c + kLoads * kNumbers <= value_dim; c += kLoads * kNumbers) {
+    weigh_tile<T, kRows, kLoads>(weights, value + c, value_slot, slots, 0, sums + c, sums_row);
+  }
+  for (; c + kNumbers <= value_dim; c += kNumbers) {
+    weigh_tile<T, kRows, 1>(weights, value + c, value_slot, slots, 0, sums + c, sums_row);
+  }
+  if (c < value_dim) {
+    weigh_tile<T, kRows, 1>(weights, value + c, value_slot, slots, value_dim - c, sums + c, sums_row);
+  }
+}
+
+// Calls f<4>(m), then f<3>, f<2> or f<1> for the rows that remain.
+template <typename F>
+inline void in_tiles(int64_t rows, const F& f) {
+  int64_t m = 0;
+  for (; m + 4 <= rows; m += 4) {
+    f(std::integral_constant<int, 4>{}, m);
+  }
+  switch (rows - m) {
+    case 3:
+      return f(std::integral_constant<int, 3>{}, m);
+    case 2:
+      return f(std::integral_constant<int, 2>{}, m);
+    case 1:
+      return f(std::integral_constant<int, 1>{}, m);
+  }
+}
+
+// Scores of a block to weights relative to the largest score so far; the sums of what came before are scaled to it.
+// Slots from `seen` on are not seen by this query.
+template <typename A>
+inline void softmax_row(
+    A* scores, int64_t seen, A scale, A& largest, A& total, A* sums, int64_t columns) {
+  using V = Vectorized<A>;
+  constexpr A kNone = -std::numeric_limits<A>::infinity();
+  for (int64_t n = 0; n < kBlock; n += V::size()) {
+    (V::loadu(scores + n) * V(scale)).store(scores + n);
+  }
+  std::fill(scores + std::max<int64_t>(seen, 0), scores + kBlock, kNone);
+  V top(kNone);
+  for (int64_t n = 0; n < kBlock; n += V::size()) {
+    top = at::vec::maximum(top, V::loadu(scores + n));
+  }
+  A parts[V::size()];
+  top.store(parts);
+  A highest = largest;
+  for (const A part : parts) {
+    highest = part > highest || std::isnan(part) ? part : highest;
+  }
+  const A origin = highest == kNone ? A(0) : highest;
+  V sum(A(0));
+  for (int64_t n = 0; n < kBlock; n += V::size()) {
+    const V weight = (V::loadu(scores + n) - V(origin)).exp();
+    weight.store(scores + n);
+    sum = sum + weight;
+  }
+  if (highest != largest) { // also where it is NaN
+    const A shrink = std::exp(largest - origin);
+    total *= shrink;
+    for (int64_t c = 0; c < columns; c += V::size()) {
+      (V::loadu(sums + c) * V(shrink)).store(sums + c);
+    }
+  }
+  total += sum_lanes(sum);
+  largest = highest;
+}
+
+// The state of up to kMaxRows queries that attend to the slots of one row and head.
+template <typename T>
+class Attending {
+ public:
+  using A = Wide<T>;
+  using Query = typename Dot<T>::Query;
+
+  Attending(const Problem<T>& problem, A* partial_sums, A* partial_stats)
+      : problem_(problem),
+        query_row_(round_up(problem.dim, Dot<T>::kStep)),
+        sums_row_(padded(problem.value_dim)),
+        partial_sums_(partial_sums),
+        partial_stats_(partial_stats) {
+    auto& scratch = Scratch::of_this_thread();
+    scratch.reserve(
+        kMaxRows * (query_row_ * sizeof(Query) + (kBlock + sums_row_ + 2) * sizeof(A)) + 5 * 64);
+    query_ = scratch.take<Query>(kMaxRows * query_row_);
+    scores_ = scratch.take<A>(kMaxRows * kBlock);
+    sums_ = scratch.take<A>(kMaxRows * sums_row_);
+    largest_ = scratch.take<A>(kMaxRows);
+    total_ = scratch.take<A>(kMaxRows);
+  }
+
+  static int64_t padded(int64_t value_dim) {
+    return round_up(value_dim, Widen<T>::kNumbers);
+  }
+
+  // Queries [begin, end) of the group of (batch, kv head) `at`, before any slot.
+  void start(int64_t at, int64_t begin, int64_t end) {
+    const auto& p = problem_;
+    at_ = at, begin_ = begin, rows_ = end - begin;
+    const int64_t batch = at / p.kv_heads, first_head = at % p.kv_heads * (p.heads / p.kv_heads);
+    for (int64_t m = 0; m < rows_; ++m) {
+      const int64_t head = first_head + (begin + m) / p.queries, token = (begin + m) % p.queries;
+      Query* row = query_ + m * query_row_;
+      for (const auto& part : p.parts) {
+        const T* source = part.data + batch * part.batch + head * part.head + token * part.token;
+        for (int64_t d = 0; d < part.width; ++d) {
+          *row++ = static_cast<Query>(source[d * part.column]);
+        }
+      }
+      std::fill(row, query_ + (m + 1) * query_row_, Query(0));
+    }
+    std::fill_n(sums_, rows_ * sums_row_, A(0));
+    std::fill_n(largest_, rows_, -std::numeric_limits<A>::infinity());
+    std::fill_n(total_, rows_, A(0));
+  }
+
+  void attend(int64_t first, int64_t last) {
+    const auto& p = problem_;
+    const int64_t batch = at_ / p.kv_heads, head = at_ % p.kv_heads, length = p.lengths[at_];
+    const T* key = p.key + batch * p.key_batch + head * p.key_head;
+    const T* value = p.value + batch * p.value_batch + head * p.value_head;
+    for (int64_t n = first; n < last; n += kBlock) {
+      const int64_t slots = std::min(kBlock, last - n);
+      in_tiles(rows_, [&](auto rows, int64_t m) {
+        dot_rows<T, rows>(
+            query_ + m * query_row_, query_row_, key + n * p.key_slot, p.key_slot, slots, p.dim, scores_ + m * kBlock);
+      });
+      for (int64_t m = 0; m < rows_; ++m) {
+        const int64_t unseen = p.causal ? p.queries - 1 - (begin_ + m) % p.queries : 0;
+        softmax_row<A>(
+            scores_ + m * kBlock, std::min(slots, length - unseen - n), static_cast<A>(p.scale), largest_[m],
+            total_[m], sums_ + m * sums_row_, sums_row_);
+      }
+      in_tiles(rows_, [&](auto rows, int64_t m) {
+        weigh_rows<T, rows>(
+            scores_ + m * kBlock, value + n * p.value_slot, p.value_slot, slots, p.value_dim, sums_ + m * sums_row_,
+            sums_row_);
+      });
+    }
+  }
+
+  // The state so far, into place `index` of the workspace.
+  void put_aside(int64_t index) {
+    std::copy_n(sums_, rows_ * sums_row_, partial_sums_ + index * kMaxRows * sums_row_);
+    std::copy_n(largest_, rows_, partial_stats_ + index * 2 * kMaxRows);
+    std::copy_n(total_, rows_, partial_stats_ + (index * 2 + 1) * kMaxRows);
+  }
+
+  // Adds a state put aside, of the same queries over other slots.
+  void add(int64_t index) {
+    const A* largest = partial_stats_ + index * 2 * kMaxRows;
+    const A* total = largest + kMaxRows;
+    for (int64_t m = 0; m < rows_; ++m) {
+      const A* other = partial_sums_ + (index * kMaxRows + m) * sums_row_;
+      A* sums = sums_ + m * sums_row_;
+      const A highest = largest[m] > largest_[m] || std::isnan(largest[m]) ? largest[m] : largest_[m];
+      const A origin = std::isinf(highest) && highest < 0 ? A(0) : highest;
+      const A mine = std::exp(largest_[m] - origin), theirs = std::exp(largest[m] - origin);
+      total_[m] = total_[m] * mine + total[m] * theirs;
+      largest_[m] = highest;
+      using V = Vectorized<A>;
+      for (int64_t c = 0; c < sums_row_; c += V::size()) {
+        (V::loadu(sums + c) * V(mine) + V::loadu(other + c) * V(theirs)).store(sums + c);
+      }
+    }
+  }
+
+  void finish() {
+    const auto& p = problem_;
+    const int64_t first = at_ * (p.heads / p.kv_heads) * p.queries + begin_;
+    for (int64_t m = 0; m < rows_; ++m) {
+      const A share = total_[m] == A(0) ? A(0) : A(1) / total_[m];
+      T* out = p.out + (first + m) * p.value_dim;
+      const A* sums = sums_ + m * sums_row_;
+      constexpr int64_t kNumbers = Widen<T>::kNumbers;
+      for (int64_t c = 0; c < p.value_dim; ++c) {
+        out[c] = static_cast<T>(sums[c / kNumbers * kNumbers + Widen<T>::lane(c % kNumbers)] * share);
+      }
+      p.lse[first + m] = total_[m] == A(0) ? -std::numeric_limits<A>::infinity() : largest_[m] + std::log(total_[m]);
+    }
+  }
+
+ private:
+  const Problem<T>& problem_;
+  const int64_t query_row_, sums_row_;
+  A *partial_sums_, *partial_stats_;
+  Query* query_;
+  A *scores_, *sums_, *largest_, *total_;
+  int64_t at_ = 0, begin_ = 0, rows_ = 0;
+};
+
+// All slots of all units end to end; a unit is at most kMaxRows queries of one row and head.
+template <typename T>
+void attend(const Problem<T>& p) {
+  const int64_t group = p.heads / p.kv_heads * p.queries, chunks = (group + kMaxRows - 1) / kMaxRows;
+  const int64_t units = static_cast<int64_t>(p.lengths.size()) * chunks;
+  if (units == 0 || group == 0) {
+    return;
+  }
+  std::vector<int64_t> ends(units); // in slots
+  int64_t slots = 0;
+  for (int64_t u = 0; u < units; ++u) {
+    ends[u] = slots += p.lengths[u / chunks];
+  }
+  const int64_t rows = std::min(group, kMaxRows), work = slots * (p.dim + p.value_dim) * ((rows + 3) / 4);
+  const int64_t threads = at::in_parallel_region() ? 1 : std::clamp<int64_t>(work / kGrain, 1, at::get_num_threads());
+  const int64_t piece = std::max(round_up((slots + threads - 1) / threads, 16), int64_t(1));
+  // Two places each: a row whose beginning lies in an earlier piece, and one whose end lies in a later piece.
+  const int64_t sums_row = Attending<T>::padded(p.value_dim), places = threads == 1 ? 0 : 2 * threads;
+  std::unique_ptr<Wide<T>[]> partial_sums(new Wide<T>[places * kMaxRows * sums_row]);
+  std::unique_ptr<Wide<T>[]> partial_stats(new Wide<T>[places * 2 * kMaxRows]);
+  const auto start = [&](Attending<T>& state, int64_t unit) {
+    const int64_t begin = unit % chunks * kMaxRows;
+    state.start(unit / chunks, begin, std::min(begin + kMaxRows, group));
+  };
+  const auto run = [&](int64_t index) {
+    const int64_t low = index * piece, high = std::min(low + piece, slots);
+    Attending<T> state(p, partial_sums.get(), partial_stats.get());
+    int64_t unit = std::upper_bound(ends.begin(), ends.end(), low) - ends.begin();
+    for (; unit < units; ++unit) {
+      const int64_t begin = ends[unit] - p.lengths[unit / chunks], end = ends[unit];
+      if (begin >= high) {
+        break;
+      }
+      start(state, unit);
+      state.attend(std::max(low, begin) - begin, std::min(high, end) - begin);
+      if (begin >= low && end <= high) {
+        state.finish();
+      } else {
+        state.put_aside(2 * index + (begin >= low));
+      }
+    }
+  };
+  if (threads == 1) {
+    run(0);
+  } else {
+    at::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
+      for (int64_t index = first; index < last; ++index) {
+        run(index);
+      }
+    });
+  }
+  Attending<T> state(p, partial_sums.get(), partial_stats.get());
+  for (int64_t unit = 0; unit < units; ++unit) {
+    const int64_t begin = ends[unit] - p.lengths[unit / chunks], end = ends[unit];
+    if (begin == end) {
+      start(state, unit);
+      state.finish();
+    } else if (begin / piece != (end - 1) / piece) {
+      start(state, unit);
+      for (int64_t index = begin / piece; index <= (end - 1) / piece; ++index) {
+        state.add(2 * index + (begin >= index * piece));
+      }
+      state.finish();
+    }
+  }
+}
+
+} // namespace fastattn
