@@ -6,7 +6,7 @@
 // softmax, weighted sum of the block's values.
 #pragma once
 
-#include "common.h"
+#include "block_products.h"
 
 namespace fastattn {
 
@@ -85,12 +85,26 @@ inline void dot_tile(
   }
 }
 
+// Asks for `count` numbers, which are read soon.
+template <typename T>
+inline void prefetch(const T* data, int64_t count) {
+  for (int64_t d = 0; d < count; d += 64 / static_cast<int64_t>(sizeof(T))) {
+    __builtin_prefetch(data + d, 0, 3);
+  }
+}
+
 template <typename T, int kRows>
 inline void dot_rows(
     const typename Dot<T>::Query* query, int64_t query_row, const T* key, int64_t key_slot, int64_t keys, int64_t dim,
-    Wide<T>* scores) {
+    Wide<T>* scores, const T* ahead, int64_t ahead_slot, int64_t ahead_dim) {
   int64_t n = 0;
   for (; n + 4 <= keys; n += 4) {
+    if (ahead) {
+      FASTATTN_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        prefetch(ahead + (n + i) * ahead_slot, ahead_dim);
+      }
+    }
     dot_tile<T, kRows, 4>(query, query_row, key + n * key_slot, key_slot, dim, scores + n, kBlock);
   }
   for (; n < keys; ++n) {
@@ -102,7 +116,7 @@ inline void dot_rows(
 template <typename T, int kRows, int kLoads>
 inline void weigh_tile(
     const Wide<T>* weights, const T* value, int64_t value_slot, int64_t slots, int64_t rest, Wide<T>* sums,
-    int64_t sums_row) {
+    int64_t sums_row, const T* ahead, int64_t ahead_slot) {
   using W = Widen<T>;
   constexpr int kVectors = kLoads * W::kVectors, kLanes = Vec<T>::size();
   Vec<T> total[kRows][kVectors];
@@ -130,6 +144,9 @@ inline void weigh_tile(
   };
   if (rest == 0) {
     for (int64_t n = 0; n < slots; ++n) {
+      if (ahead) {
+        prefetch(ahead + n * ahead_slot, kLoads * W::kNumbers);
+      }
       add(n, [](const T* data, auto& out) { W::load_values(data, out); });
     }
   } else {
@@ -146,39 +163,63 @@ inline void weigh_tile(
   }
 }
 
-template <typename T, int kRows>
-inline void weigh_rows(
-    const Wide<T>* weights, const T* value, int64_t value_slot, int64_t slots, int64_t value_dim, Wide<T>* sums,
-    int64_t sums_row) {
-  // As many columns at once as registers hold next to the sums of kRows queries.
-  constexpr int64_t kNumbers = Widen<T>::kNumbers;
-  constexpr int kLoads = (kRows == 1 ? 8 : (Vec<T>::size() * sizeof(Wide<T>) == 32 ? 2 : 4)) / Widen<T>::kVectors;
-  int64_t c = 0;
-  for (; c + kLoads * kNumbers <= value_dim; c += kLoads * kNumbers) {
-    weigh_tile<T, kRows, kLoads>(weights, value + c, value_slot, slots, 0, sums + c, sums_row);
+#if defined(FASTATTN_AVX2)
+constexpr int kDotRows = 2; // with 4 keys their sums fill half of the 16 registers
+#else
+constexpr int kDotRows = 6; // three quarters of 32
+#endif
+
+// Calls f(row count, m) with up to kMost rows at a time.
+template <int kMost, typename F>
+inline void in_tiles(int64_t rows, const F& f) {
+  int64_t m = 0;
+  if constexpr (kMost >= 6) {
+    for (; rows - m >= 10 || rows - m == 6; m += 6) {
+      f(std::integral_constant<int, 6>{}, m);
+    }
   }
-  for (; c + kNumbers <= value_dim; c += kNumbers) {
-    weigh_tile<T, kRows, 1>(weights, value + c, value_slot, slots, 0, sums + c, sums_row);
+  if constexpr (kMost >= 4) {
+    for (; rows - m >= 4; m += 4) {
+      f(std::integral_constant<int, 4>{}, m);
+    }
   }
-  if (c < value_dim) {
-    weigh_tile<T, kRows, 1>(weights, value + c, value_slot, slots, value_dim - c, sums + c, sums_row);
+  for (; rows - m >= 2; m += 2) {
+    f(std::integral_constant<int, 2>{}, m);
+  }
+  if (rows - m == 1) {
+    f(std::integral_constant<int, 1>{}, m);
   }
 }
 
-// Calls f<4>(m), then f<3>, f<2> or f<1> for the rows that remain.
-template <typename F>
-inline void in_tiles(int64_t rows, const F& f) {
-  int64_t m = 0;
-  for (; m + 4 <= rows; m += 4) {
-    f(std::integral_constant<int, 4>{}, m);
-  }
-  switch (rows - m) {
-    case 3:
-      return f(std::integral_constant<int, 3>{}, m);
-    case 2:
-      return f(std::integral_constant<int, 2>{}, m);
-    case 1:
-      return f(std::integral_constant<int, 1>{}, m);
+// Sums of up to a register file's worth of columns, for all rows: the values stay in the nearest cache between rows.
+template <typename T, int kLoads>
+inline void weigh_columns(
+    const Wide<T>* weights, int64_t rows, const T* value, int64_t value_slot, int64_t slots, int64_t rest,
+    Wide<T>* sums, int64_t sums_row, const T* ahead, int64_t ahead_slot) {
+  in_tiles<4>(rows, [&](auto tile, int64_t m) {
+    weigh_tile<T, tile, kLoads>(
+        weights + m * kBlock, value, value_slot, slots, rest, sums + m * sums_row, sums_row,
+        m == 0 ? ahead : nullptr, ahead_slot);
+  });
+}
+
+template <typename T>
+inline void weigh(
+    const Wide<T>* weights, int64_t rows, const T* value, int64_t value_slot, int64_t slots, int64_t value_dim,
+    Wide<T>* sums, int64_t sums_row, const T* ahead, int64_t ahead_slot) {
+  constexpr int64_t kNumbers = Widen<T>::kNumbers;
+  constexpr int kLoads = (Vec<T>::size() * sizeof(Wide<T>) == 32 ? 2 : 4) / Widen<T>::kVectors;
+  for (int64_t c = 0; c < value_dim;) {
+    const T* next = ahead ? ahead + c : nullptr;
+    if (c + kLoads * kNumbers <= value_dim) {
+      weigh_columns<T, kLoads>(
+          weights, rows, value + c, value_slot, slots, 0, sums + c, sums_row, next, ahead_slot);
+      c += kLoads * kNumbers;
+    } else {
+      const int64_t rest = c + kNumbers <= value_dim ? 0 : value_dim - c;
+      weigh_columns<T, 1>(weights, rows, value + c, value_slot, slots, rest, sums + c, sums_row, next, ahead_slot);
+      c += kNumbers;
+    }
   }
 }
 
@@ -235,13 +276,23 @@ class Attending {
         partial_sums_(partial_sums),
         partial_stats_(partial_stats) {
     auto& scratch = Scratch::of_this_thread();
-    scratch.reserve(
-        kMaxRows * (query_row_ * sizeof(Query) + (kBlock + sums_row_ + 2) * sizeof(A)) + 5 * 64);
+    size_t bytes = kMaxRows * (query_row_ * sizeof(Query) + (kBlock + sums_row_ + 2) * sizeof(A)) + 5 * 64;
+#if defined(FASTATTN_DPBF16)
+    if constexpr (kProducts) {
+      bytes += BlockProducts::bytes(kMaxRows, problem.dim, problem.value_dim);
+    }
+#endif
+    scratch.reserve(bytes);
     query_ = scratch.take<Query>(kMaxRows * query_row_);
     scores_ = scratch.take<A>(kMaxRows * kBlock);
     sums_ = scratch.take<A>(kMaxRows * sums_row_);
     largest_ = scratch.take<A>(kMaxRows);
     total_ = scratch.take<A>(kMaxRows);
+#if defined(FASTATTN_DPBF16)
+    if constexpr (kProducts) {
+      products_.emplace(scratch, kMaxRows, problem.dim, problem.value_dim);
+    }
+#endif
   }
 
   static int64_t padded(int64_t value_dim) {
@@ -264,9 +315,18 @@ class Attending {
       }
       std::fill(row, query_ + (m + 1) * query_row_, Query(0));
     }
-    std::fill_n(sums_, rows_ * sums_row_, A(0));
-    std::fill_n(largest_, rows_, -std::numeric_limits<A>::infinity());
-    std::fill_n(total_, rows_, A(0));
+    const int64_t padded_rows = round_up(rows_, 16);
+    std::fill_n(sums_, padded_rows * sums_row_, A(0));
+    std::fill_n(largest_, padded_rows, -std::numeric_limits<A>::infinity());
+    std::fill_n(total_, padded_rows, A(0));
+#if defined(FASTATTN_DPBF16)
+    if constexpr (kProducts) {
+      by_products_ = products_pay(rows_, p.dim, p.value_dim) && sums_row_ == p.value_dim;
+      if (by_products_) {
+        products_->start(query_, query_row_, rows_);
+      }
+    }
+#endif
   }
 
   void attend(int64_t first, int64_t last) {
@@ -274,23 +334,33 @@ class Attending {
     const int64_t batch = at_ / p.kv_heads, head = at_ % p.kv_heads, length = p.lengths[at_];
     const T* key = p.key + batch * p.key_batch + head * p.key_head;
     const T* value = p.value + batch * p.value_batch + head * p.value_head;
+#if defined(FASTATTN_DPBF16)
+    if constexpr (kProducts) {
+      for (int64_t n = first; by_products_ && n < last; n += kProductBlock) {
+        products_->attend(
+            key + n * p.key_slot, p.key_slot, value + n * p.value_slot, p.value_slot, std::min(kProductBlock, last - n),
+            static_cast<float>(p.scale), [&](int64_t m) { return length - unseen(m) - n; }, largest_, total_, sums_);
+      }
+      if (by_products_) {
+        return;
+      }
+    }
+#endif
     for (int64_t n = first; n < last; n += kBlock) {
       const int64_t slots = std::min(kBlock, last - n);
-      in_tiles(rows_, [&](auto rows, int64_t m) {
+      in_tiles<kDotRows>(rows_, [&](auto rows, int64_t m) {
         dot_rows<T, rows>(
-            query_ + m * query_row_, query_row_, key + n * p.key_slot, p.key_slot, slots, p.dim, scores_ + m * kBlock);
+            query_ + m * query_row_, query_row_, key + n * p.key_slot, p.key_slot, slots, p.dim, scores_ + m * kBlock,
+            m == 0 && value != key ? value + n * p.value_slot : nullptr, p.value_slot, p.value_dim);
       });
       for (int64_t m = 0; m < rows_; ++m) {
-        const int64_t unseen = p.causal ? p.queries - 1 - (begin_ + m) % p.queries : 0;
         softmax_row<A>(
-            scores_ + m * kBlock, std::min(slots, length - unseen - n), static_cast<A>(p.scale), largest_[m],
+            scores_ + m * kBlock, std::min(slots, length - unseen(m) - n), static_cast<A>(p.scale), largest_[m],
             total_[m], sums_ + m * sums_row_, sums_row_);
       }
-      in_tiles(rows_, [&](auto rows, int64_t m) {
-        weigh_rows<T, rows>(
-            scores_ + m * kBlock, value + n * p.value_slot, p.value_slot, slots, p.value_dim, sums_ + m * sums_row_,
-            sums_row_);
-      });
+      weigh<T>(
+          scores_, rows_, value + n * p.value_slot, p.value_slot, slots, p.value_dim, sums_, sums_row_,
+          n + 2 * kBlock <= last ? key + (n + kBlock) * p.key_slot : nullptr, p.key_slot);
     }
   }
 
@@ -329,19 +399,31 @@ class Attending {
       const A* sums = sums_ + m * sums_row_;
       constexpr int64_t kNumbers = Widen<T>::kNumbers;
       for (int64_t c = 0; c < p.value_dim; ++c) {
-        out[c] = static_cast<T>(sums[c / kNumbers * kNumbers + Widen<T>::lane(c % kNumbers)] * share);
+        const int64_t at = by_products_ ? c : c / kNumbers * kNumbers + Widen<T>::lane(c % kNumbers);
+        out[c] = static_cast<T>(sums[at] * share);
       }
       p.lse[first + m] = total_[m] == A(0) ? -std::numeric_limits<A>::infinity() : largest_[m] + std::log(total_[m]);
     }
   }
 
  private:
+  static constexpr bool kProducts = std::is_same_v<T, BFloat16>;
+
+  // The newest slots, which query row m does not see.
+  int64_t unseen(int64_t m) const {
+    return problem_.causal ? problem_.queries - 1 - (begin_ + m) % problem_.queries : 0;
+  }
+
   const Problem<T>& problem_;
   const int64_t query_row_, sums_row_;
   A *partial_sums_, *partial_stats_;
   Query* query_;
   A *scores_, *sums_, *largest_, *total_;
   int64_t at_ = 0, begin_ = 0, rows_ = 0;
+  bool by_products_ = false;
+#if defined(FASTATTN_DPBF16)
+  std::optional<BlockProducts> products_;
+#endif
 };
 
 // All slots of all units end to end; a unit is at most kMaxRows queries of one row and head.
