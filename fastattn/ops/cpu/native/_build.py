@@ -25,7 +25,15 @@ from pathlib import Path
 
 import torch
 
-OPERATORS = ("decode_attention", "latent_decode")
+OPERATORS = (
+    "decode_attention",
+    "latent_decode",
+    "merge_attention",
+    "cache_append_",
+    "cache_compact_",
+    "score_knorm",
+    "score_key_diff",
+)
 
 _SOURCES = Path(__file__).parent
 _TIMEOUT = 600.0  # seconds that a compiler, or another process's build, may take

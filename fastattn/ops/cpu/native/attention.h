@@ -85,14 +85,6 @@ inline void dot_tile(
   }
 }
 
-// Asks for `count` numbers, which are read soon.
-template <typename T>
-inline void prefetch(const T* data, int64_t count) {
-  for (int64_t d = 0; d < count; d += 64 / static_cast<int64_t>(sizeof(T))) {
-    __builtin_prefetch(data + d, 0, 3);
-  }
-}
-
 template <typename T, int kRows>
 inline void dot_rows(
     const typename Dot<T>::Query* query, int64_t query_row, const T* key, int64_t key_slot, int64_t keys, int64_t dim,
@@ -339,7 +331,8 @@ class Attending {
       for (int64_t n = first; by_products_ && n < last; n += kProductBlock) {
         products_->attend(
             key + n * p.key_slot, p.key_slot, value + n * p.value_slot, p.value_slot, std::min(kProductBlock, last - n),
-            static_cast<float>(p.scale), [&](int64_t m) { return length - unseen(m) - n; }, largest_, total_, sums_);
+            static_cast<float>(p.scale), [&](int64_t m) { return length - unseen(m) - n; }, largest_, total_, sums_,
+            n + 2 * kProductBlock <= last ? key + (n + kProductBlock) * p.key_slot : nullptr, p.key_slot);
       }
       if (by_products_) {
         return;

@@ -46,11 +46,12 @@ class BlockProducts {
     }
   }
 
+  // `ahead`: the keys of a whole block that comes next, or none.
   // `largest`, `total` and the rows of `sums` are of round_up(rows, 16) queries. Query m sees `seen(m)` of the slots.
   template <typename Seen>
   void attend(
       const BFloat16* key, int64_t key_slot, const BFloat16* value, int64_t value_slot, int64_t slots, float scale,
-      const Seen& seen, float* largest, float* total, float* sums) {
+      const Seen& seen, float* largest, float* total, float* sums, const BFloat16* ahead, int64_t ahead_slot) {
     const int64_t padded = round_up(slots, 32);
     if (padded != slots) { // what follows in memory is not to be read
       key = copy(key, key_slot, slots, padded, dim_, keys_), key_slot = dim_;
@@ -76,7 +77,13 @@ class BlockProducts {
         }
       }
     }
-    interleave(value, value_slot, padded, value_dim_, pairs_);
+    for (int64_t n = 0; n < padded; n += 2) {
+      if (ahead) {
+        prefetch(ahead + n * ahead_slot, dim_);
+        prefetch(ahead + (n + 1) * ahead_slot, dim_);
+      }
+      interleave(value + n * value_slot, value + (n + 1) * value_slot, value_dim_, pairs_ + n * value_dim_);
+    }
     multiply({weights_, kProductBlock, pairs_, sums, columns_, value_dim_, padded, true});
   }
 

@@ -197,6 +197,14 @@ struct Widen<BFloat16> {
 };
 #endif
 
+// Asks for `count` numbers that are read soon.
+template <typename T>
+inline void prefetch(const T* data, int64_t count) {
+  for (int64_t d = 0; d < count; d += 64 / static_cast<int64_t>(sizeof(T))) {
+    __builtin_prefetch(data + d, 0, 3);
+  }
+}
+
 // Memory that a thread keeps from call to call: large temporaries would be mapped and faulted in anew on every step.
 class Scratch {
  public:

@@ -43,30 +43,26 @@ inline void transpose(__m512i (&rows)[16]) {
   }
 }
 
-// Pairs of rows interleaved, as products want their right side: out[r][c] = (rows[2 r][c], rows[2 r + 1][c]).
-// `columns` is a multiple of 16, `rows` of 2.
-inline void interleave(const BFloat16* data, int64_t row, int64_t rows, int64_t columns, BFloat16* out) {
+// Two rows interleaved, as products want their right side; `columns` is a multiple of 16.
+inline void interleave(const BFloat16* first, const BFloat16* second, int64_t columns, BFloat16* out) {
   const __m512i low = _mm512_set_epi16(
       47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32,
       0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-  for (int64_t r = 0; r < rows; r += 2) {
-    const BFloat16 *first = data + r * row, *second = first + row;
-    BFloat16* pairs = out + r * columns;
-    int64_t c = 0;
-    for (; c + 32 <= columns; c += 32) {
-      const __m512i a = _mm512_loadu_si512(first + c), b = _mm512_loadu_si512(second + c);
-      _mm512_storeu_si512(pairs + 2 * c, _mm512_permutex2var_epi16(a, low, b));
-      _mm512_storeu_si512(pairs + 2 * c + 32, _mm512_permutex2var_epi16(a, high, b));
-    }
-    if (c < columns) {
-      const __m512i a = _mm512_maskz_loadu_epi16(0xffff, first + c), b = _mm512_maskz_loadu_epi16(0xffff, second + c);
-      _mm512_storeu_si512(pairs + 2 * c, _mm512_permutex2var_epi16(a, low, b));
-    }
+  int64_t c = 0;
+  for (; c + 32 <= columns; c += 32) {
+    const __m512i a = _mm512_loadu_si512(first + c), b = _mm512_loadu_si512(second + c);
+    _mm512_storeu_si512(out + 2 * c, _mm512_permutex2var_epi16(a, low, b));
+    _mm512_storeu_si512(out + 2 * c + 32, _mm512_permutex2var_epi16(a, high, b));
+  }
+  if (c < columns) {
+    const __m512i a = _mm512_maskz_loadu_epi16(0xffff, first + c), b = _mm512_maskz_loadu_epi16(0xffff, second + c);
+    _mm512_storeu_si512(out + 2 * c, _mm512_permutex2var_epi16(a, low, b));
   }
 }
 
-// out[m][n] (+)= sum over k of left[m][k] * right[k][n]; `right` is interleaved, `inner` numbers deep and `columns` wide.
+// out[m][n] (+)= sum over k of left[m][k] * right[k][n]. `right` lies in pairs of rows: its numbers [2 r][c] and
+// [2 r + 1][c] are neighbors.
 struct Product {
   const BFloat16* left;
   int64_t left_row;
