@@ -116,7 +116,7 @@ inline void weigh_tile(
   for (int m = 0; m < kRows; ++m) {
     FASTATTN_UNROLL
     for (int v = 0; v < kVectors; ++v) {
-      total[m][v] = Vec<T>::loadu(sums + m * sums_row + v * kLanes);
+      total[m][v] = Vec<T>(0); // block by block: one long sum would err more
     }
   }
   const auto add = [&](int64_t n, auto load_values) {
@@ -150,7 +150,8 @@ inline void weigh_tile(
   for (int m = 0; m < kRows; ++m) {
     FASTATTN_UNROLL
     for (int v = 0; v < kVectors; ++v) {
-      total[m][v].store(sums + m * sums_row + v * kLanes);
+      Wide<T>* place = sums + m * sums_row + v * kLanes;
+      (Vec<T>::loadu(place) + total[m][v]).store(place);
     }
   }
 }

@@ -93,13 +93,14 @@ inline void key_diff(const Keys<T>& keys, Wide<T>* out) {
   const int64_t blocks = keys.blocks(), dim = keys.dim, padded = round_up(std::max<int64_t>(dim, 1), Vec<T>::size());
   const int64_t heads = keys.batch * keys.heads;
   std::vector<A> parts(heads * blocks * padded, A(0));
-  // The reciprocals of the norms wait in `out` for the second pass.
+  // The norms wait in `out` for the second pass.
   over_blocks(keys, [&](int64_t head, int64_t block, int64_t first, int64_t last) {
-    A* inverse = out + head * keys.capacity;
+    A *norms = out + head * keys.capacity + first, inverse[kScoreBlock];
     const T* key = keys.at(head, first);
-    square_norms(key, keys.slot_stride, last - first, dim, inverse + first);
-    for (int64_t n = first; n < last; ++n) {
-      inverse[n] = inverse[n] == A(0) ? A(1) : A(1) / std::sqrt(inverse[n]);
+    square_norms(key, keys.slot_stride, last - first, dim, norms);
+    for (int64_t n = 0; n < last - first; ++n) {
+      norms[n] = norms[n] == A(0) ? A(1) : std::sqrt(norms[n]);
+      inverse[n] = A(1) / norms[n];
     }
     A* sum = parts.data() + (head * blocks + block) * padded;
     for (int64_t d = 0; d < dim; d += Vec<T>::size()) {
@@ -108,7 +109,9 @@ inline void key_diff(const Keys<T>& keys, Wide<T>* out) {
       for (int64_t n = 0; n < last - first; ++n) {
         const T* data = key + n * keys.slot_stride + d;
         const Vec<T> x = rest == Vec<T>::size() ? load_wide(data) : load_wide(data, rest);
-        total = at::vec::fmadd(x, Vec<T>(inverse[first + n]), total);
+        // The quotient as division rounds it: keys that cancel must cancel exactly.
+        const Vec<T> factor(inverse[n]), quotient = x * factor;
+        total = total + at::vec::fmadd(at::vec::fnmadd(quotient, Vec<T>(norms[n]), x), factor, quotient);
       }
       total.store(sum + d);
     }
@@ -138,7 +141,7 @@ inline void key_diff(const Keys<T>& keys, Wide<T>* out) {
           return at::vec::fmadd(x, Vec<T>::loadu(anchor + d), sum);
         });
     for (int64_t n = first; n < last; ++n) {
-      scores[n] = -products[n - first] * scores[n];
+      scores[n] = -products[n - first] / scores[n];
     }
     std::fill(scores + last, scores + std::min(first + kScoreBlock, keys.capacity), -std::numeric_limits<A>::infinity());
   });
