@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,18 +171,14 @@ def test_every_operator_is_called_here() -> None:
     assert set(calls()) == set(vars(native.operators()))
 
 
-@pytest.mark.parametrize("capability", ["avx2", "default"])
-def test_other_vector_types(capability: str, tmp_path: Any) -> None:
-    """The same source for narrower vectors: compiled and held to the definition in a process that has no others."""
-    if sys.platform == "darwin" or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        pytest.skip("this processor has one kind of vectors")
-    program = (
-        "import pytest, sys; sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/ops/native/test_kernels.py',"
-        " '-k', 'rows_cut or tiles or strides or blocks or cancel']))"
-    )
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, "FASTATTN_NATIVE": "require", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=900
-    )
+def test_narrower_vectors() -> None:
+    """The same source for AVX2: compiled and held to the definition in a process that has nothing wider."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("this processor has no other kind of vectors")
+    # Without the rows that plain PyTorch, held back like this on a processor with tiles, has no kernel for.
+    chosen = "(rows_cut or tiles or strides or blocks or cancel) and not rows10 and not rows11"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", str(Path(__file__)), "-k", chosen]
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "FASTATTN_NATIVE": "require", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stdout[-4000:]
     assert " passed" in result.stdout

@@ -98,14 +98,17 @@ inline auto ordered(A score) {
   return bits < 0 ? static_cast<Int>(bits ^ std::numeric_limits<Int>::max()) : bits;
 }
 
-// Calls keep(slot) for the best `budget` of `length` scores, in order of slots; of equal ones the later slots.
-template <typename A, typename F>
-inline void best_slots(const A* scores, int64_t stride, int64_t length, int64_t budget, const F& keep) {
+constexpr int64_t kAhead = 8; // rows that are fetched before they move
+
+// The best `budget` of `length` scores, in order of slots; of equal ones the later slots.
+template <typename A>
+inline std::vector<int64_t> best_slots(const A* scores, int64_t stride, int64_t length, int64_t budget) {
   using Int = decltype(ordered(A(0)));
-  std::vector<Int> order(length), sorted(length);
+  std::vector<Int> order(length);
   for (int64_t n = 0; n < length; ++n) {
-    sorted[n] = order[n] = ordered(scores[n * stride]);
+    order[n] = ordered(scores[n * stride]);
   }
+  std::vector<Int> sorted = order;
   std::nth_element(sorted.begin(), sorted.begin() + (length - budget), sorted.end());
   const Int threshold = sorted[length - budget];
   int64_t above = 0, tied = 0;
@@ -114,11 +117,15 @@ inline void best_slots(const A* scores, int64_t stride, int64_t length, int64_t 
     tied += value == threshold;
   }
   int64_t skip = tied - (budget - above); // the oldest of the tied slots go
+  std::vector<int64_t> kept(length); // written without a branch, one slot further at most
+  int64_t count = 0;
   for (int64_t n = 0; n < length; ++n) {
-    if (order[n] > threshold || (order[n] == threshold && skip-- <= 0)) {
-      keep(n);
-    }
+    const bool equal = order[n] == threshold;
+    kept[count] = n;
+    count += order[n] > threshold || (equal && skip <= 0);
+    skip -= equal;
   }
+  return kept;
 }
 
 template <typename A>
@@ -136,16 +143,18 @@ inline void compact(
     if (length <= budget || length < min_length) {
       return;
     }
-    int64_t to = 0;
-    best_slots(&rated[b][h][0], rated.stride(2), length, budget, [&](int64_t from) {
-      if (from != to) { // `to` lies before `from`, and what it held has moved or goes
-        for (const Rows& buffer : buffers) {
+    const std::vector<int64_t> kept = best_slots(&rated[b][h][0], rated.stride(2), length, budget);
+    for (int64_t to = 0; to < budget; ++to) {
+      // Slot `to` does not lie behind the slot that moves there, and what it held has moved or goes.
+      const int64_t from = kept[to], later = kept[std::min(to + kAhead, budget - 1)];
+      for (const Rows& buffer : buffers) {
+        prefetch(buffer.at(b, h, later), buffer.width);
+        if (from != to) {
           std::memcpy(buffer.at(b, h, to), buffer.at(b, h, from), buffer.width);
         }
-        stored[b][h][to] = stored[b][h][from];
       }
-      ++to;
-    });
+      stored[b][h][to] = stored[b][h][from];
+    }
     for (int64_t n = budget; n < capacity; ++n) {
       stored[b][h][n] = -1;
     }
