@@ -5,6 +5,7 @@
 #   make demo     a real model over compressed caches: a table and out/demo.png
 #   make bench    the benchmark suite; adds a line to benchmarks/results/history.jsonl
 #   make bench-compare BASE=rev    is the working tree slower than rev?
+#   make native   compile the kernels in C++ ahead of their first use
 #   make lint     ruff and mypy alone
 #   make test-without-triton    what runs where there is no triton (macOS)
 #   make dist     build and check wheel and sdist
@@ -19,7 +20,8 @@ PY := $(VENV)/bin/python
 PY_OLDEST := $(OLDEST)/bin/python
 SPREAD = -n $(WORKERS) --dist worksteal -p no:benchmark
 ONE_THREAD = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
-STAGES := lint test-main test-compile test-interpreter test-oldest
+NATIVE = FASTATTN_NATIVE=require# the kernels in C++, which `make native` builds; test-fallback goes without them
+STAGES := lint native test-main test-fallback test-compile test-interpreter test-oldest
 
 .PHONY: test demo bench bench-compare clean dist venv venv-oldest test-without-triton $(STAGES)
 .NOTPARALLEL:
@@ -32,8 +34,16 @@ lint: venv
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+native: venv
+	$(PY) -m fastattn.native
+
 test-main: venv
-	$(ONE_THREAD) $(PY) -m pytest $(SPREAD) -m "not compile" tests
+	$(ONE_THREAD) $(NATIVE) $(PY) -m pytest $(SPREAD) -m "not compile" tests
+
+# What needs no compiler: the same tests of the operators and of the cache with PyTorch's operators.
+test-fallback: venv
+	$(ONE_THREAD) FASTATTN_NATIVE=0 $(PY) -m pytest $(SPREAD) -m "not compile" --ignore tests/ops/native \
+		tests/ops tests/modules
 
 test-compile: venv
 	$(ONE_THREAD) $(PY) -m pytest $(SPREAD) -m compile tests

@@ -84,8 +84,9 @@ def latent_decode(
 
     Returns:
         ``out [B, H, Sq, R]`` and, with ``return_lse``, ``lse [B, H, Sq]`` (natural logarithm, float32; float64 for
-        float64 inputs). A query that sees no slot gives ``out = 0`` and ``lse = -inf``. On a CPU bfloat16 inputs may
-        have their scores rounded to bfloat16 relative to the largest one: ``lse`` may then err by up to 1e-2, not 1e-5.
+        float64 inputs). A query that sees no slot gives ``out = 0`` and ``lse = -inf``. On a CPU without the native
+        kernels bfloat16 inputs may have their scores rounded to bfloat16 relative to the largest one: ``lse`` may then
+        err by up to 1e-2, not 1e-5.
 
     Raises:
         TypeError: an argument of another type, or mixed dtypes.

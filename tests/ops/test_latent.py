@@ -13,9 +13,10 @@ from torch import Tensor
 
 from fastattn import ops
 from fastattn.ops import reference
-from fastattn.ops.cpu import _latent_bf16
+from fastattn.ops.cpu import _latent_bf16, native
 from tests._helpers import draw, plain
 from tests._helpers.budget import assert_lse, assert_within_budget
+from tests._helpers.native import without_native
 
 
 def check(
@@ -94,6 +95,7 @@ def test_products_equal_the_definition(call: tuple[Tensor, Tensor, Tensor, Tenso
     latent, _, cache, lengths, _, causal = call
     small = {"_MIN_PRODUCTS": 1, "_MIN_WIDTH": 1, "_BLOCK": 32, "_SAMPLE": 8, "_has_fast_products": lambda: True}
     with (
+        without_native(),
         mock.patch.multiple(_latent_bf16, **small),
         mock.patch.object(_latent_bf16, "forward", wraps=_latent_bf16.forward) as taken,
     ):
@@ -114,7 +116,7 @@ def test_deepseek_widths(heads: int, queries: int, capacity: int, largest: float
     cache[:, 77::100] *= largest
     lengths = torch.tensor([capacity, capacity - 1], dtype=torch.int32)
     draw.poison_slots_(cache, lengths)
-    products = _latent_bf16._has_fast_products()
+    products = native.operators() is None and _latent_bf16._has_fast_products()
     for causal in (True, False):
         check(latent, rope, cache, lengths, 576**-0.5, causal, products=products)
 

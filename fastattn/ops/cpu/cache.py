@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastattn.ops.cpu.native import operators
+
 
 def cache_append_(
     key_cache: Tensor,
@@ -17,6 +19,10 @@ def cache_append_(
 ) -> None:
     batch, kv_heads, capacity, _ = key_cache.shape
     if key.numel() == 0:
+        return
+    native = operators()
+    if native and key_cache.stride(3) == value_cache.stride(3) == key.stride(3) == value.stride(3) == 1:
+        native.cache_append_(key_cache, value_cache, positions, lengths, key, value, position)
         return
     filled = lengths.tolist()
     tokens, start = key.shape[2], filled[0][0]
@@ -55,6 +61,10 @@ def cache_compact_(
     budget: int,
     min_length: int,
 ) -> None:
+    native = operators()
+    if native and key_cache.stride(3) == value_cache.stride(3) == 1:
+        native.cache_compact_(key_cache, value_cache, positions, lengths, scores, budget, min_length)
+        return
     full = max(budget + 1, min_length)
     for b, row in enumerate(lengths.tolist()):
         for length in sorted(set(row)):

@@ -9,12 +9,18 @@ from torch import Tensor
 from fastattn.ops._outputs import empty_out_and_lse
 from fastattn.ops.cpu import _flash
 from fastattn.ops.cpu.attention import attend_range
+from fastattn.ops.cpu.native import operators
+
+NATIVE_QUERIES = 16  # with more, matrix products over blocks of keys are faster
 
 
 def decode_attention(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """See :func:`fastattn.ops.decode_attention`."""
+    native = operators()
+    if native and query.shape[2] <= NATIVE_QUERIES and key.stride(3) == 1 and value.stride(3) == 1:
+        return native.decode_attention(query, key, value, lengths, scale, causal)
     kv_heads, capacity = key.shape[1:3]
     if query.shape[2] == 1 or not causal:
         length = _common_length(lengths, capacity)

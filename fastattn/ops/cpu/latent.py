@@ -8,7 +8,8 @@ from torch import Tensor
 from fastattn.ops._outputs import empty_out_and_lse
 from fastattn.ops.cpu import _latent_bf16
 from fastattn.ops.cpu.attention import attend_range
-from fastattn.ops.cpu.decode import blocks_of_equal_length
+from fastattn.ops.cpu.decode import NATIVE_QUERIES, blocks_of_equal_length
+from fastattn.ops.cpu.native import operators
 
 
 def latent_decode(
@@ -16,6 +17,9 @@ def latent_decode(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`fastattn.ops.latent_decode`."""
     rank, queries = query_latent.shape[3], query_latent.shape[2]
+    native = operators()
+    if native and queries <= NATIVE_QUERIES and cache.stride(2) == 1:
+        return native.latent_decode(query_latent, query_rope, cache, lengths, scale, causal)
     out, lse = empty_out_and_lse(query_latent, rank)
     out.zero_()
     lse.fill_(float("-inf"))

@@ -12,12 +12,16 @@ import torch
 from torch import Tensor
 
 from fastattn.ops._outputs import accumulator_dtype
+from fastattn.ops.cpu.native import operators
 
 # Vectors are widened to float32 in pieces of about this many numbers (16 MiB), which malloc keeps for the next call.
 _PIECE = 1 << 22
 
 
 def score_knorm(key: Tensor, lengths: Tensor, min_length: int) -> Tensor:
+    native = operators()
+    if native and key.stride(3) == 1:
+        return native.score_knorm(key, lengths, min_length)
     out = _no_score(key)
     heads = key.shape[1]
     for b, length in _full_rows(lengths, min_length):
@@ -28,6 +32,9 @@ def score_knorm(key: Tensor, lengths: Tensor, min_length: int) -> Tensor:
 
 
 def score_key_diff(key: Tensor, lengths: Tensor, min_length: int) -> Tensor:
+    native = operators()
+    if native and key.stride(3) == 1:
+        return native.score_key_diff(key, lengths, min_length)
     out = _no_score(key)
     for b, _ in _full_rows(lengths, min_length):
         for h, count in enumerate(lengths[b].tolist()):

@@ -1,0 +1,272 @@
+// Attention of a few queries over a cache buffer: decode_attention and latent_decode.
+//
+// The queries of a group share their key head, so each key is read once for all of them. The valid slots of all rows and
+// heads, laid end to end, are cut into as many equal pieces as there are threads; a row that a cut falls into is merged
+// from its parts afterwards. Within a piece slots stream through in blocks: scores of a block for all queries, online
+// softmax, weighted sum of the block's values.
+#pragma once
+
+#include "block_products.h"
+#include "tiles.h"
+
+namespace fastattn {
+
+constexpr int64_t kMaxRows = 128; // queries handled together
+constexpr int64_t kGrain = 1 << 15; // numbers of the cache that are worth waking a thread for
+
+// One tensor whose columns are part of the query, any strides.
+template <typename T>
+struct QueryPart {
+  const T* data;
+  int64_t batch, head, token, column; // strides
+  int64_t width;
+};
+
+template <typename T>
+struct Problem {
+  QueryPart<T> parts[2];
+  int64_t heads, kv_heads, queries;
+  const T* key;
+  int64_t key_batch, key_head, key_slot, dim;
+  const T* value;
+  int64_t value_batch, value_head, value_slot, value_dim;
+  std::vector<int64_t> lengths; // [batch * kv_heads], within the capacity
+  double scale;
+  bool causal;
+  T* out; // [batch, heads, queries, value_dim]
+  Wide<T>* lse; // [batch, heads, queries]
+};
+
+// The state of up to kMaxRows queries that attend to the slots of one row and head.
+template <typename T>
+class Attending {
+ public:
+  using A = Wide<T>;
+  using Query = typename Dot<T>::Query;
+
+  Attending(const Problem<T>& problem, A* partial_sums, A* partial_stats)
+      : problem_(problem),
+        query_row_(round_up(problem.dim, Dot<T>::kStep)),
+        sums_row_(padded(problem.value_dim)),
+        partial_sums_(partial_sums),
+        partial_stats_(partial_stats) {
+    auto& scratch = Scratch::of_this_thread();
+    size_t bytes = kMaxRows * (query_row_ * sizeof(Query) + (kBlock + sums_row_ + 2) * sizeof(A)) + 5 * 64;
+#if defined(FASTATTN_DPBF16)
+    if constexpr (kProducts) {
+      bytes += BlockProducts::bytes(kMaxRows, problem.dim, problem.value_dim);
+    }
+#endif
+    scratch.reserve(bytes);
+    query_ = scratch.take<Query>(kMaxRows * query_row_);
+    scores_ = scratch.take<A>(kMaxRows * kBlock);
+    sums_ = scratch.take<A>(kMaxRows * sums_row_);
+    largest_ = scratch.take<A>(kMaxRows);
+    total_ = scratch.take<A>(kMaxRows);
+#if defined(FASTATTN_DPBF16)
+    if constexpr (kProducts) {
+      products_.emplace(scratch, kMaxRows, problem.dim, problem.value_dim);
+    }
+#endif
+  }
+
+  static int64_t padded(int64_t value_dim) {
+    return round_up(value_dim, Widen<T>::kNumbers);
+  }
+
+  // Queries [begin, end) of the group of (batch, kv head) `at`, before any slot.
+  void start(int64_t at, int64_t begin, int64_t end) {
+    const auto& p = problem_;
+    at_ = at, begin_ = begin, rows_ = end - begin;
+    const int64_t batch = at / p.kv_heads, first_head = at % p.kv_heads * (p.heads / p.kv_heads);
+    for (int64_t m = 0; m < rows_; ++m) {
+      const int64_t head = first_head + (begin + m) / p.queries, token = (begin + m) % p.queries;
+      Query* row = query_ + m * query_row_;
+      for (const auto& part : p.parts) {
+        const T* source = part.data + batch * part.batch + head * part.head + token * part.token;
+        for (int64_t d = 0; d < part.width; ++d) {
+          *row++ = static_cast<Query>(source[d * part.column]);
+        }
+      }
+      std::fill(row, query_ + (m + 1) * query_row_, Query(0));
+    }
+    const int64_t padded_rows = round_up(rows_, 16);
+    std::fill_n(sums_, padded_rows * sums_row_, A(0));
+    std::fill_n(largest_, padded_rows, -std::numeric_limits<A>::infinity());
+    std::fill_n(total_, padded_rows, A(0));
+#if defined(FASTATTN_DPBF16)
+    if constexpr (kProducts) {
+      by_products_ = products_pay(rows_, p.dim, p.value_dim) && sums_row_ == p.value_dim;
+      if (by_products_) {
+        products_->start(query_, query_row_, rows_);
+      }
+    }
+#endif
+  }
+
+  void attend(int64_t first, int64_t last) {
+    const auto& p = problem_;
+    const int64_t batch = at_ / p.kv_heads, head = at_ % p.kv_heads, length = p.lengths[at_];
+    const T* key = p.key + batch * p.key_batch + head * p.key_head;
+    const T* value = p.value + batch * p.value_batch + head * p.value_head;
+#if defined(FASTATTN_DPBF16)
+    if constexpr (kProducts) {
+      for (int64_t n = first; by_products_ && n < last; n += kProductBlock) {
+        products_->attend(
+            key + n * p.key_slot, p.key_slot, value + n * p.value_slot, p.value_slot, std::min(kProductBlock, last - n),
+            static_cast<float>(p.scale), [&](int64_t m) { return length - unseen(m) - n; }, largest_, total_, sums_,
+            n + 2 * kProductBlock <= last ? key + (n + kProductBlock) * p.key_slot : nullptr, p.key_slot);
+      }
+      if (by_products_) {
+        return;
+      }
+    }
+#endif
+    for (int64_t n = first; n < last; n += kBlock) {
+      const int64_t slots = std::min(kBlock, last - n);
+      in_tiles<kDotRows>(rows_, [&](auto rows, int64_t m) {
+        dot_rows<T, rows>(
+            query_ + m * query_row_, query_row_, key + n * p.key_slot, p.key_slot, slots, p.dim, scores_ + m * kBlock,
+            m == 0 && value != key ? value + n * p.value_slot : nullptr, p.value_slot, p.value_dim);
+      });
+      for (int64_t m = 0; m < rows_; ++m) {
+        softmax_row<A>(
+            scores_ + m * kBlock, std::min(slots, length - unseen(m) - n), static_cast<A>(p.scale), largest_[m],
+            total_[m], sums_ + m * sums_row_, sums_row_);
+      }
+      weigh<T>(
+          scores_, rows_, value + n * p.value_slot, p.value_slot, slots, p.value_dim, sums_, sums_row_,
+          n + 2 * kBlock <= last ? key + (n + kBlock) * p.key_slot : nullptr, p.key_slot);
+    }
+  }
+
+  // The state so far, into place `index` of the workspace.
+  void put_aside(int64_t index) {
+    std::copy_n(sums_, rows_ * sums_row_, partial_sums_ + index * kMaxRows * sums_row_);
+    std::copy_n(largest_, rows_, partial_stats_ + index * 2 * kMaxRows);
+    std::copy_n(total_, rows_, partial_stats_ + (index * 2 + 1) * kMaxRows);
+  }
+
+  // Adds a state put aside, of the same queries over other slots.
+  void add(int64_t index) {
+    const A* largest = partial_stats_ + index * 2 * kMaxRows;
+    const A* total = largest + kMaxRows;
+    for (int64_t m = 0; m < rows_; ++m) {
+      const A* other = partial_sums_ + (index * kMaxRows + m) * sums_row_;
+      A* sums = sums_ + m * sums_row_;
+      const A highest = largest[m] > largest_[m] || std::isnan(largest[m]) ? largest[m] : largest_[m];
+      const A origin = std::isinf(highest) && highest < 0 ? A(0) : highest;
+      const A mine = std::exp(largest_[m] - origin), theirs = std::exp(largest[m] - origin);
+      total_[m] = total_[m] * mine + total[m] * theirs;
+      largest_[m] = highest;
+      using V = Vectorized<A>;
+      for (int64_t c = 0; c < sums_row_; c += V::size()) {
+        (V::loadu(sums + c) * V(mine) + V::loadu(other + c) * V(theirs)).store(sums + c);
+      }
+    }
+  }
+
+  void finish() {
+    const auto& p = problem_;
+    const int64_t first = at_ * (p.heads / p.kv_heads) * p.queries + begin_;
+    for (int64_t m = 0; m < rows_; ++m) {
+      const A share = total_[m] == A(0) ? A(0) : A(1) / total_[m];
+      T* out = p.out + (first + m) * p.value_dim;
+      const A* sums = sums_ + m * sums_row_;
+      constexpr int64_t kNumbers = Widen<T>::kNumbers;
+      for (int64_t c = 0; c < p.value_dim; ++c) {
+        const int64_t at = by_products_ ? c : c / kNumbers * kNumbers + Widen<T>::lane(c % kNumbers);
+        out[c] = static_cast<T>(sums[at] * share);
+      }
+      p.lse[first + m] = total_[m] == A(0) ? -std::numeric_limits<A>::infinity() : largest_[m] + std::log(total_[m]);
+    }
+  }
+
+ private:
+  static constexpr bool kProducts = std::is_same_v<T, BFloat16>;
+
+  // The newest slots, which query row m does not see.
+  int64_t unseen(int64_t m) const {
+    return problem_.causal ? problem_.queries - 1 - (begin_ + m) % problem_.queries : 0;
+  }
+
+  const Problem<T>& problem_;
+  const int64_t query_row_, sums_row_;
+  A *partial_sums_, *partial_stats_;
+  Query* query_;
+  A *scores_, *sums_, *largest_, *total_;
+  int64_t at_ = 0, begin_ = 0, rows_ = 0;
+  bool by_products_ = false;
+#if defined(FASTATTN_DPBF16)
+  std::optional<BlockProducts> products_;
+#endif
+};
+
+// All slots of all units end to end; a unit is at most kMaxRows queries of one row and head.
+template <typename T>
+void attend(const Problem<T>& p) {
+  const int64_t group = p.heads / p.kv_heads * p.queries, chunks = (group + kMaxRows - 1) / kMaxRows;
+  const int64_t units = static_cast<int64_t>(p.lengths.size()) * chunks;
+  if (units == 0 || group == 0) {
+    return;
+  }
+  std::vector<int64_t> ends(units); // in slots
+  int64_t slots = 0;
+  for (int64_t u = 0; u < units; ++u) {
+    ends[u] = slots += p.lengths[u / chunks];
+  }
+  const int64_t rows = std::min(group, kMaxRows), work = slots * (p.dim + p.value_dim) * ((rows + 3) / 4);
+  const int64_t threads = at::in_parallel_region() ? 1 : std::clamp<int64_t>(work / kGrain, 1, at::get_num_threads());
+  const int64_t piece = std::max(round_up((slots + threads - 1) / threads, 16), int64_t(1));
+  // Two places each: a row whose beginning lies in an earlier piece, and one whose end lies in a later piece.
+  const int64_t sums_row = Attending<T>::padded(p.value_dim), places = threads == 1 ? 0 : 2 * threads;
+  std::unique_ptr<Wide<T>[]> partial_sums(new Wide<T>[places * kMaxRows * sums_row]);
+  std::unique_ptr<Wide<T>[]> partial_stats(new Wide<T>[places * 2 * kMaxRows]);
+  const auto start = [&](Attending<T>& state, int64_t unit) {
+    const int64_t begin = unit % chunks * kMaxRows;
+    state.start(unit / chunks, begin, std::min(begin + kMaxRows, group));
+  };
+  const auto run = [&](int64_t index) {
+    const int64_t low = index * piece, high = std::min(low + piece, slots);
+    Attending<T> state(p, partial_sums.get(), partial_stats.get());
+    int64_t unit = std::upper_bound(ends.begin(), ends.end(), low) - ends.begin();
+    for (; unit < units; ++unit) {
+      const int64_t begin = ends[unit] - p.lengths[unit / chunks], end = ends[unit];
+      if (begin >= high) {
+        break;
+      }
+      start(state, unit);
+      state.attend(std::max(low, begin) - begin, std::min(high, end) - begin);
+      if (begin >= low && end <= high) {
+        state.finish();
+      } else {
+        state.put_aside(2 * index + (begin >= low));
+      }
+    }
+  };
+  if (threads == 1) {
+    run(0);
+  } else {
+    at::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
+      for (int64_t index = first; index < last; ++index) {
+        run(index);
+      }
+    });
+  }
+  Attending<T> state(p, partial_sums.get(), partial_stats.get());
+  for (int64_t unit = 0; unit < units; ++unit) {
+    const int64_t begin = ends[unit] - p.lengths[unit / chunks], end = ends[unit];
+    if (begin == end) {
+      start(state, unit);
+      state.finish();
+    } else if (begin / piece != (end - 1) / piece) {
+      start(state, unit);
+      for (int64_t index = begin / piece; index <= (end - 1) / piece; ++index) {
+        state.add(2 * index + (begin >= index * piece));
+      }
+      state.finish();
+    }
+  }
+}
+
+} // namespace fastattn

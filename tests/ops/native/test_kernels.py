@@ -1,0 +1,184 @@
+"""The native kernels where they part ways with one another: pieces of threads, blocks, tiles, strides.
+
+That they equal their definitions over drawn shapes is what ``tests/ops`` shows, whichever branch is taken; these sizes
+reach what small shapes do not.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn import ops
+from fastattn.ops import reference
+from fastattn.ops.cpu import native
+from tests._helpers import draw, plain
+from tests._helpers.budget import assert_lse, assert_within_budget
+from tests._helpers.native import needs_native
+
+INT = torch.int32
+
+
+@pytest.fixture(autouse=True)
+def _built_before() -> None:
+    needs_native()
+
+
+@pytest.fixture(params=[1, 2, 3, 7], ids=lambda count: f"{count} threads")
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def check(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, causal: bool, scale: float = 0.2) -> None:
+    for buffer in (key, value):
+        draw.poison_slots_(buffer, lengths)
+    out, lse = native.operators().decode_attention(query, key, value, lengths, scale, causal)
+    exact, exact_lse = reference.decode_attention(
+        query.double(), key.double(), value.double(), lengths, scale=scale, causal=causal, return_lse=True
+    )
+    groups = query.shape[1] // key.shape[1]
+    visible = plain.visible_in_cache(query.shape[2], key.shape[2], lengths, causal, groups)
+    ways = plain.attention_in_three_ways(query, key, value, visible, scale)
+    assert_within_budget(out, exact, [way for way, _ in ways], "out")
+    norms = [t.double().nan_to_num().norm(dim=-1).max().item() for t in (query, key)]
+    assert_lse(lse, exact_lse, query.dtype, scale * norms[0] * norms[1])
+
+
+def inputs(
+    dtype: torch.dtype, batch: int, kv_heads: int, groups: int, queries: int, slots: int, dims: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    query = draw.normal(batch, kv_heads * groups, queries, dims[0], dtype=dtype, seed=1)
+    key = draw.normal(batch, kv_heads, slots, dims[0], dtype=dtype, seed=2)
+    key *= torch.linspace(0.3, 1.7, slots).to(dtype)[:, None]  # the largest score keeps moving
+    return query, key, draw.normal(batch, kv_heads, slots, dims[1], dtype=dtype, seed=3)
+
+
+@pytest.mark.parametrize("dtype", draw.FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 1000, 1537])
+def test_rows_cut_between_threads(dtype: torch.dtype, length: int, threads: int) -> None:
+    query, key, value = inputs(dtype, 2, 2, 4, 1, 1600, (64, 48))
+    check(query, key, value, torch.full((2, 2), length, dtype=INT), causal=True)
+
+
+@pytest.mark.parametrize("dtype", draw.FLOAT_DTYPES, ids=str)
+def test_ragged_rows_cut_between_threads(dtype: torch.dtype, threads: int) -> None:
+    """A row in one piece, a row over several, rows with no slot at either end and between."""
+    query, key, value = inputs(dtype, 4, 2, 3, 4, 1700, (40, 33))
+    lengths = torch.tensor([[0, 1700], [0, 3], [1111, 129], [64, 0]], dtype=INT)
+    for causal in (True, False):
+        check(query, key, value, lengths, causal)
+
+
+@pytest.mark.parametrize(
+    "rows", [(1, 1), (1, 2), (3, 1), (1, 5), (6, 1), (7, 1), (2, 4), (9, 1), (5, 2), (1, 11), (8, 16), (9, 15)]
+)
+@pytest.mark.parametrize("dims", [(64, 64), (96, 48), (128, 16), (33, 31), (7, 65), (1, 1), (576, 512)], ids=str)
+def test_tiles_of_queries_and_columns(rows: tuple[int, int], dims: tuple[int, int]) -> None:
+    """Every rest of a tile of rows, and of a vector of columns, for each of the ways to form products."""
+    for dtype in (torch.bfloat16, torch.float32):
+        query, key, value = inputs(dtype, 1, 2, *rows, 197, dims)
+        check(query, key, value, torch.tensor([[197, 130]], dtype=INT), causal=True, scale=0.5 * dims[0] ** -0.5)
+
+
+@pytest.mark.parametrize("layout", draw.LAYOUTS)
+@pytest.mark.parametrize("queries", [1, 4])
+def test_strides(layout: str, queries: int) -> None:
+    """Rows far apart are read where they lie; columns far apart go to PyTorch's operators."""
+    query, key, value = inputs(torch.bfloat16, 2, 2, 4, queries, 150, (64, 32))
+    lengths = torch.tensor([[150, 149], [33, 0]], dtype=INT)
+    key, value = (draw.strided(t, layout) for t in (key, value))
+    query = draw.strided(query, layout)
+    if key.stride(3) == 1:
+        check(query, key, value, lengths, causal=True)
+    else:
+        with pytest.raises(RuntimeError, match="columns next to each other"):
+            native.operators().decode_attention(query, key, value, lengths, 0.2, True)
+        out = ops.decode_attention(query, key, value, lengths)
+        assert torch.equal(out[1, 4:], torch.zeros_like(out[1, 4:]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("heads", [4, 16])
+def test_log_sum_exp_of_large_scores(dtype: torch.dtype, heads: int) -> None:
+    """Fault class: scores rounded to the inputs' dtype, which moved the log-sum-exp by 1e-2."""
+    latent, rope = (draw.normal(1, heads, 1, dim, dtype=dtype, seed=dim) * 8 for dim in (64, 32))
+    cache = draw.normal(1, 700, 96, dtype=dtype, seed=3)
+    lengths = torch.tensor([700], dtype=INT)
+    _, lse = ops.latent_decode(latent, rope, cache, lengths, scale=0.3, return_lse=True)
+    _, exact = reference.latent_decode(
+        latent.double(), rope.double(), cache.double(), lengths, scale=0.3, return_lse=True
+    )
+    assert exact.abs().max() > 40
+    assert (lse - exact).abs().max() < 1e-4
+
+
+def test_scores_of_many_blocks(threads: int) -> None:
+    for dtype in draw.FLOAT_DTYPES:
+        key = draw.normal(2, 2, 1100, 40, dtype=dtype, seed=5)
+        lengths = torch.tensor([[1100, 257], [0, 513]], dtype=INT)
+        draw.poison_slots_(key, lengths)
+        for name in ("score_knorm", "score_key_diff"):
+            got, exact = getattr(ops, name)(key, lengths), getattr(reference, name)(key.double(), lengths)
+            assert_within_budget(got, exact, getattr(reference, name)(key.float(), lengths), name)
+
+
+def test_keys_that_cancel_have_no_direction() -> None:
+    """Fault class: reciprocals instead of quotients, of which opposite keys of other lengths leave a rest."""
+    for dtype in draw.FLOAT_DTYPES:
+        half = draw.normal(1, 1, 50, 1, dtype=dtype, seed=8).abs()
+        key = torch.cat([half, -3 * half], dim=2)
+        assert not ops.score_key_diff(key, torch.tensor([[100]], dtype=INT)).any()
+
+
+def _stored() -> tuple[Tensor, ...]:
+    key, value = draw.normal(2, 2, 9, 4, seed=1), draw.normal(2, 2, 9, 3, seed=2)
+    positions = torch.arange(9, dtype=INT).expand(2, 2, 9).contiguous()
+    return key, value, positions, torch.tensor([[5, 3], [9, 0]], dtype=INT)
+
+
+def calls() -> dict[str, tuple[Any, ...]]:
+    key, value, positions, lengths = _stored()
+    query = draw.normal(2, 4, 2, 4, seed=3)
+    appended = (draw.normal(2, 2, 1, 4, seed=4), draw.normal(2, 2, 1, 3, seed=5), torch.tensor([[7], [-1]], dtype=INT))
+    return {
+        "decode_attention": (query, key, value, lengths, 0.3, True),
+        "latent_decode": (query, query[..., :2], draw.normal(2, 9, 6, seed=6), lengths[:, 0].contiguous(), 0.3, True),
+        "merge_attention": ([query, query], [query[..., 0], query[..., 1]]),
+        "cache_append_": (key, value, positions, lengths, *appended),
+        "cache_compact_": (key, value, positions, lengths, draw.normal(2, 2, 9, seed=7), 3, 0),
+        "score_knorm": (key, lengths, 0),
+        "score_key_diff": (key, lengths, 0),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(calls()))
+def test_schemas_tell_what_is_written(name: str) -> None:
+    torch.library.opcheck(getattr(native.operators(), name), calls()[name], test_utils="test_schema")
+
+
+def test_every_operator_is_called_here() -> None:
+    assert set(calls()) == set(vars(native.operators()))
+
+
+def test_narrower_vectors() -> None:
+    """The same source for AVX2: compiled and held to the definition in a process that has nothing wider."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("this processor has no other kind of vectors")
+    # Without the rows that plain PyTorch, held back like this on a processor with tiles, has no kernel for.
+    chosen = "(rows_cut or tiles or strides or blocks or cancel) and not rows10 and not rows11"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", str(Path(__file__)), "-k", chosen]
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "FASTATTN_NATIVE": "require", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert " passed" in result.stdout
