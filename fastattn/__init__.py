@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for type checkers, which do not read the table below
     from fastattn.modules import Policy as Policy
     from fastattn.modules import Rotary as Rotary
     from fastattn.modules import StreamingLLM as StreamingLLM
+    from fastattn.modules import pyramid_budgets as pyramid_budgets
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "Policy",
             "Rotary",
             "StreamingLLM",
+            "pyramid_budgets",
         ),
     },
     submodules=("convert", "modules", "ops"),

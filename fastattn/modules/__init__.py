@@ -8,6 +8,7 @@ from fastattn._lazy import lazy_exports
 
 if TYPE_CHECKING:  # for type checkers, which do not read the table below
     from fastattn.modules.kv_cache import CompressedKVCache as CompressedKVCache
+    from fastattn.modules.kv_cache import pyramid_budgets as pyramid_budgets
     from fastattn.modules.low_rank import LowRankAttention as LowRankAttention
     from fastattn.modules.policies import CacheState as CacheState
     from fastattn.modules.policies import ExpectedAttention as ExpectedAttention
@@ -22,7 +23,7 @@ if TYPE_CHECKING:  # for type checkers, which do not read the table below
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "fastattn.modules.kv_cache": ("CompressedKVCache",),
+        "fastattn.modules.kv_cache": ("CompressedKVCache", "pyramid_budgets"),
         "fastattn.modules.low_rank": ("LowRankAttention",),
         "fastattn.modules.policies": (
             "CacheState",

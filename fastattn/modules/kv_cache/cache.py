@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -10,8 +12,9 @@ from torch import Tensor
 from fastattn.modules.kv_cache.call import LayerCall, NewTokens
 from fastattn.modules.kv_cache.module import CacheModule
 from fastattn.modules.kv_cache.spec import CacheSpec
+from fastattn.modules.kv_cache.storage import load_cache, save_cache
 from fastattn.modules.kv_cache.update import update_layer
-from fastattn.modules.kv_cache.validation import check_layer, check_new_tokens, row_index
+from fastattn.modules.kv_cache.validation import check_layer, check_new_tokens, check_source, row_index
 from fastattn.modules.policies import Policy, resolve_policy
 from fastattn.modules.rotary import Rotary
 from fastattn.validation import check_count
@@ -33,7 +36,7 @@ class CompressedKVCache(CacheModule):
     Args:
         policy: a :class:`Policy` or the name of one: ``"expected_attention"``, ``"knorm"``, ``"streaming_llm"``,
             ``"key_diff"``.
-        budget: tokens kept per row and head.
+        budget: tokens kept per row and head: one number for all layers, or one for each.
         num_layers: layers that attend through this cache.
         num_kv_heads: key/value heads per layer.
         head_dim: dims of a key.
@@ -56,7 +59,7 @@ class CompressedKVCache(CacheModule):
     def __init__(
         self,
         policy: Policy | str,
-        budget: int,
+        budget: int | Sequence[int],
         *,
         num_layers: int,
         num_kv_heads: int,
@@ -166,13 +169,76 @@ class CompressedKVCache(CacheModule):
 
     # -- what changes the whole cache --------------------------------------------------------------------------------
 
-    def reset(self) -> None:
-        """Forget everything, in place; also makes a cache usable again after a call that failed half-way."""
+    def reset(self, rows: Tensor | None = None) -> None:
+        """Forget everything, in place; also makes a cache usable again after a call that failed half-way.
+
+        Args:
+            rows: integers ``[N]``: forget these rows only, as though nothing had ever been fed to them. The columns
+                that were fed stay counted. Nothing waits for a device, so it may stand between two compiled steps.
+
+        Raises:
+            TypeError, ValueError: ``rows`` is not that.
+            RuntimeError: rows were given, and the last call stopped half-way.
+        """
+        if rows is not None:
+            self._progress.require_complete()
+            rows = row_index(rows, self.batch_size, self.device, "rows")
         with torch.no_grad():
             for buffer, tensor in self._declared_buffers():
-                if buffer.empty is not None:
+                if buffer.empty is None:
+                    continue
+                if rows is None:
                     tensor.fill_(buffer.empty)
-        self._progress.restart()
+                elif buffer.per_row:
+                    tensor.index_fill_(0, rows, buffer.empty)
+            self._croppable.zero_()  # rows of different ages have no newest columns in common
+        if rows is None:
+            self._progress.restart()
+
+    def insert(self, rows: Tensor, source: CompressedKVCache, source_rows: Tensor | None = None) -> None:
+        """Rows of another cache take the place of ``rows``, in place: a request joins a batch that is decoding.
+
+        The other rows stay as they are. Nothing waits for a device, so that it may stand between two compiled steps.
+        ``columns`` becomes the larger of both caches', so that no row has seen more tokens than columns were fed.
+
+        Args:
+            rows: integers ``[N]``, each once: what is replaced.
+            source: a cache of the same layers, capacities and dtype, on any device.
+            source_rows: integers ``[N]``: what replaces them; by default all rows of ``source`` in order.
+
+        Raises:
+            TypeError, ValueError: not that, or a cache of other sizes; nothing has changed then.
+            RuntimeError: the last call of one of the caches stopped half-way.
+        """
+        if not isinstance(source, CompressedKVCache):
+            raise TypeError(f"source must be a CompressedKVCache, got {type(source).__name__}")
+        if source is self:
+            raise ValueError("source must be another cache: reorder() moves rows inside one")
+        self._progress.require_complete()
+        source._progress.require_complete()
+        check_source(self._spec, source._spec, (self.dtype, source.dtype))
+        rows = row_index(rows, self.batch_size, self.device, "rows", distinct=True)
+        if source_rows is None:
+            source_rows = torch.arange(source.batch_size, device=source.device)
+        source_rows = row_index(source_rows, source.batch_size, source.device, "source_rows")
+        if rows.shape != source_rows.shape:
+            raise ValueError(
+                f"rows must name as many rows as come from source, {source_rows.shape[0]}, got {rows.shape[0]}"
+            )
+        if source._holds_queries and not self._holds_queries:
+            self._allocate_queries(source._layer(0).queries.shape[1])  # type: ignore[union-attr]
+        with torch.no_grad():
+            given = source._named_buffers()
+            for name, (buffer, tensor) in self._named_buffers().items():
+                if not buffer.per_row:
+                    continue
+                if name in given:
+                    new = given[name][1].index_select(0, source_rows).to(tensor.device)
+                    tensor.index_copy_(0, rows, new)
+                else:  # queries of a source that was never fed
+                    tensor.index_fill_(0, rows, 0)
+            self.columns.copy_(torch.maximum(self.columns, source.columns.to(self.device)))
+            self._croppable.zero_()
 
     def reorder(self, index: Tensor) -> None:
         """Row ``i`` becomes what row ``index[i]`` was (beam search), in place.
@@ -244,3 +310,66 @@ class CompressedKVCache(CacheModule):
             for counter in (self.tokens_seen, self.columns, self._croppable):
                 counter.sub_(tokens)
             self._ring().forget_from_(self.tokens_seen)
+
+    # -- stored prefixes ---------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, fingerprint: str = "") -> None:
+        """Write the cache to one safetensors file: every buffer cut to what is filled, and what it was made for.
+
+        The file is written under a temporary name and renamed: at ``path`` stands the old file or the whole new one.
+
+        Args:
+            path: of the file.
+            fingerprint: says what computed the keys (a model, its weights); :meth:`load` compares it.
+
+        Raises:
+            ImportError: the package safetensors is missing.
+            RuntimeError: the last call stopped half-way.
+        """
+        self._progress.require_complete()
+        arguments = self._spec.arguments(dtype=str(self.dtype).removeprefix("torch."))
+        save_cache(Path(path), arguments, self.rotary, self._named_buffers(), fingerprint)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        batch_size: int | None = None,
+        *,
+        policy: Policy | None = None,
+        fingerprint: str | None = None,
+    ) -> CompressedKVCache:
+        """A cache that goes on exactly as the one that was saved to ``path``.
+
+        Args:
+            path: of a file that :meth:`save` wrote.
+            device: of the new cache; the CPU by default.
+            dtype: of keys and values; the saved one by default.
+            batch_size: a cache of one row is repeated as often; by default the rows that were saved.
+            policy: in place of the saved one; needed where that is of a class that fastattn does not have.
+            fingerprint: what the file must have been saved with; None does not look.
+
+        Raises:
+            ImportError: the package safetensors is missing.
+            TypeError, ValueError: not such a file, a damaged or altered one, of a newer format, with another
+                fingerprint, or of more than one row where ``batch_size`` is given.
+        """
+        saved = load_cache(Path(path), fingerprint)
+        arguments = saved.arguments(policy)
+        rows = arguments["batch_size"]
+        if batch_size is not None:
+            check_count("batch_size", batch_size, 1)
+            if rows not in (1, batch_size):
+                raise ValueError(
+                    f"batch_size must be {rows}, or the file hold one row to be repeated, got {batch_size}"
+                )
+            arguments["batch_size"] = batch_size
+        if dtype is not None:
+            arguments["dtype"] = dtype
+        with torch.inference_mode(False), torch.no_grad():
+            cache = cls(**arguments, device=device)
+            for name, (buffer, tensor) in cache._named_buffers().items():
+                saved.fill_(name, buffer, tensor)
+        return cache

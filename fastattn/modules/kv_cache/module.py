@@ -14,7 +14,13 @@ from fastattn.modules.kv_cache.progress import Progress
 from fastattn.modules.kv_cache.query_ring import QueryRing
 from fastattn.modules.kv_cache.spec import CacheSpec
 from fastattn.modules.kv_cache.state import CacheLayer, CallState
-from fastattn.modules.kv_cache.validation import check_layer, check_saved, holds_no_query, queries_names
+from fastattn.modules.kv_cache.validation import (
+    HALF_WRITTEN,
+    check_layer,
+    check_saved,
+    holds_no_query,
+    queries_names,
+)
 from fastattn.modules.policies import Policy
 from fastattn.modules.rotary import Rotary
 
@@ -52,9 +58,9 @@ class CacheModule(nn.Module):
         return self._spec.policy
 
     @property
-    def budget(self) -> int:
-        """Tokens kept per row and head."""
-        return self._spec.budget
+    def budget(self) -> int | tuple[int, ...]:
+        """Tokens kept per row and head; one number per layer where it was given so."""
+        return self._spec.budget  # type: ignore[return-value]
 
     @property
     def interval(self) -> int:
@@ -68,8 +74,8 @@ class CacheModule(nn.Module):
 
     @property
     def capacity(self) -> int:
-        """Slots per row and head."""
-        return self._spec.layer(0).capacity
+        """Slots per row and head; of the largest layer, where they differ."""
+        return max(layer.spec.capacity for layer in self._all_layers())
 
     @property
     def num_layers(self) -> int:
@@ -159,6 +165,20 @@ class CacheModule(nn.Module):
                 if tensor is not None:
                     yield buffer, tensor
 
+    def _named_buffers(self) -> dict[str, tuple[Buffer, Tensor]]:
+        """The same, by their names in a saved state."""
+        prefixes = ["" for _ in SHARED_BUFFERS]
+        for index, layer in enumerate(self._all_layers()):
+            allocated = [buffer for buffer in layer.declared if getattr(layer, buffer.name) is not None]
+            prefixes += [f"layers.{index}." for _ in allocated]
+        named = zip(prefixes, self._declared_buffers(), strict=True)
+        return {prefix + buffer.name: (buffer, tensor) for prefix, (buffer, tensor) in named}
+
+    @property
+    def _holds_queries(self) -> bool:
+        """There is room for the newest queries; there is none before their number of heads is known."""
+        return self._all_layers()[0].queries is not None
+
     def _ring(self) -> QueryRing:
         return QueryRing(self._query_index, self._query_positions)
 
@@ -201,6 +221,11 @@ class CacheModule(nn.Module):
                 state_dict.setdefault(name, layer.queries)  # saved before its first call: there is nothing to load
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._progress.restart()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self._progress.complete:  # loading refuses it
+            destination[f"{prefix}{HALF_WRITTEN}"] = self.columns if keep_vars else self.columns.detach()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of pickle: what it makes under inference mode could not be written outside of it."""

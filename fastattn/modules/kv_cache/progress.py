@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+_TWO_THREADS = (
+    "another thread's call is under way in this cache: a cache serves one call at a time, give every thread a cache of "
+    "its own"
+)
 
 
 class Progress:
@@ -17,8 +23,15 @@ class Progress:
     def __init__(self) -> None:
         self._next_layer = 0
         self._broken: str | None = None
+        self._entered: dict[str, int] = {}  # the thread that updates a layer right now; setdefault is atomic
+        self._thread = 0  # the thread of the call that has come to the next layer
         self.rewritten = False
         self.warned_nan = False
+
+    @property
+    def complete(self) -> bool:
+        """The last call went through all layers."""
+        return self._broken is None and self._next_layer == 0
 
     def restart(self) -> None:
         """The cache is empty or freshly loaded."""
@@ -29,6 +42,8 @@ class Progress:
         if self._broken is not None:
             raise RuntimeError(f"the cache is invalid since {self._broken}: call reset() before using it again")
         if self._next_layer != 0:
+            if self._thread != threading.get_ident():
+                raise RuntimeError(_TWO_THREADS)
             raise RuntimeError(
                 f"the last call stopped before layer {self._next_layer}: finish it, or call reset() before using the "
                 "cache again"
@@ -44,22 +59,29 @@ class Progress:
             remember: notes what the update is about to append to, and returns what undoes the appending. Called for
                 the first layer only: later, other layers have already been updated.
         """
-        if layer == 0 or self._broken is not None:
-            self.require_complete()
-        if layer != self._next_layer:
-            raise ValueError(
-                f"layer must be {self._next_layer}: the layers of a call come in order, 0 to {num_layers - 1}, "
-                f"got {layer}"
-            )
-        undo = remember() if layer == 0 else None
+        thread = threading.get_ident()
+        if self._entered.setdefault("thread", thread) != thread:
+            raise RuntimeError(_TWO_THREADS)
+        undo = None
+        started = False
         try:
+            if layer == 0 or self._broken is not None:
+                self.require_complete()
+            if layer != self._next_layer:
+                raise ValueError(
+                    f"layer must be {self._next_layer}: the layers of a call come in order, 0 to {num_layers - 1}, "
+                    f"got {layer}"
+                )
+            undo = remember() if layer == 0 else None
+            started = True
             yield
+            self._next_layer, self._thread = (layer + 1) % num_layers, thread
         except BaseException as error:
-            if undo is None or self.rewritten:
+            if started and (undo is None or self.rewritten):
                 self._broken = f"layer {layer} failed with {type(error).__name__}"
-            else:
+            elif undo is not None:
                 undo()
             raise
         finally:
             self.rewritten = False
-        self._next_layer = (layer + 1) % num_layers
+            self._entered.pop("thread", None)

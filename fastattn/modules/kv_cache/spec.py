@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, fields, replace
 from typing import Any
 
@@ -59,7 +60,7 @@ class CacheSpec:
     """
 
     policy: Policy
-    budget: int
+    budget: int | Sequence[int]
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -73,8 +74,9 @@ class CacheSpec:
     rotary: InitVar[Rotary | None] = None  # checked here, but kept by the cache: it moves with the buffers
 
     def __post_init__(self, rotary: Rotary | None) -> None:
-        for name in ("budget", "num_layers", "num_kv_heads", "head_dim", "batch_size", "interval", "max_step"):
+        for name in ("num_layers", "num_kv_heads", "head_dim", "batch_size", "interval", "max_step"):
             check_count(name, getattr(self, name), 1)
+        object.__setattr__(self, "budget", checked_budget(self.budget, self.num_layers))
         check_count("policy.query_window", self.policy.query_window, 0)
         self._check_widths()
         self._check_rotary(rotary)
@@ -86,7 +88,8 @@ class CacheSpec:
                 raise ValueError(
                     f"num_heads must be a multiple of num_kv_heads {self.num_kv_heads}, got {self.num_heads}"
                 )
-        self.policy.check(self.budget)
+        for budget in sorted(set(self.budgets)):
+            self.policy.check(budget)
 
     def _check_widths(self) -> None:
         """Dims of keys, values and latents fit together."""
@@ -112,6 +115,11 @@ class CacheSpec:
             raise ValueError(f"rotary must rotate dims within head_dim {self.head_dim}, got dims up to {rotary.end}")
 
     @property
+    def budgets(self) -> tuple[int, ...]:
+        """The budget of every layer."""
+        return (self.budget,) * self.num_layers if isinstance(self.budget, int) else tuple(self.budget)
+
+    @property
     def value_dim(self) -> int:
         """Dims of a value."""
         return self.latent_rank or (self.head_dim if self.v_head_dim is None else self.v_head_dim)
@@ -126,9 +134,9 @@ class CacheSpec:
         return self.policy.query_window + self.max_step if self.policy.query_window else 0
 
     def layer(self, index: int) -> LayerSpec:
-        """What layer ``index`` holds; today the same for all."""
+        """What layer ``index`` holds."""
         return LayerSpec(
-            budget=self.budget,
+            budget=self.budgets[index],
             interval=self.interval,
             max_step=self.max_step,
             num_kv_heads=self.num_kv_heads,
@@ -144,3 +152,19 @@ class CacheSpec:
     def arguments(self, **changed: Any) -> dict[str, Any]:
         """Keyword arguments of a cache of this spec, some of them changed."""
         return {field.name: getattr(self, field.name) for field in fields(self)} | changed
+
+
+def checked_budget(budget: object, num_layers: int) -> int | tuple[int, ...]:
+    """``budget`` as one number for all layers, or as one for every layer.
+
+    Raises:
+        TypeError, ValueError: neither, naming the layer that is wrong.
+    """
+    if isinstance(budget, (str, bytes)) or not isinstance(budget, Sequence):
+        check_count("budget", budget, 1)
+        return budget  # type: ignore[return-value]
+    if len(budget) != num_layers:
+        raise ValueError(f"budget must be one number, or one for each of the {num_layers} layers, got {len(budget)}")
+    for layer, tokens in enumerate(budget):
+        check_count(f"budget[{layer}]", tokens, 1)
+    return tuple(budget)

@@ -14,6 +14,7 @@ from fastattn.modules.kv_cache.spec import CacheSpec
 from fastattn.modules.kv_cache.state import CallState
 
 _LAST_POSITION = 2**31 - 1
+HALF_WRITTEN = "_half_written"  # the name in a state that was saved between the layers of one call
 
 
 def check_layer(spec: CacheSpec, layer: int) -> None:
@@ -24,15 +25,39 @@ def check_layer(spec: CacheSpec, layer: int) -> None:
         raise ValueError(f"layer must be in 0..{spec.num_layers - 1}, got {layer}")
 
 
-def row_index(index: Tensor, rows: int, device: torch.device) -> Tensor:
+def row_index(index: Tensor, rows: int, device: torch.device, name: str = "index", distinct: bool = False) -> Tensor:
     """``index`` as int64 on the cache's device, its values checked on a CPU."""
     if not isinstance(index, Tensor):
-        raise TypeError(f"index must be an integer tensor, got {type(index).__name__}")
+        raise TypeError(f"{name} must be an integer tensor, got {type(index).__name__}")
     if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
-        raise ValueError(f"index must be integers [N], got {index.dtype} {list(index.shape)}")
-    if index.device.type == "cpu" and index.numel() and not bool(((index >= 0) & (index < rows)).all()):
-        raise ValueError(f"index must name rows 0..{rows - 1}, got {index.tolist()}")
+        raise ValueError(f"{name} must be integers [N], got {index.dtype} {list(index.shape)}")
+    if check.checks_values(index) and index.numel():
+        if not bool(((index >= 0) & (index < rows)).all()):
+            raise ValueError(f"{name} must name rows 0..{rows - 1}, got {index.tolist()}")
+        if distinct and index.unique().numel() != index.numel():
+            raise ValueError(f"{name} must name every row once, got {index.tolist()}")
     return index.to(device, torch.int64)
+
+
+def check_source(held: CacheSpec, source: CacheSpec, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """Rows of a cache of spec ``source`` fit into one of spec ``held``."""
+    if dtypes[0] != dtypes[1]:
+        raise TypeError(f"source must have the cache's dtype {dtypes[0]}, got {dtypes[1]}")
+    if source.num_layers != held.num_layers:
+        raise ValueError(f"source must have the cache's {held.num_layers} layers, got {source.num_layers}")
+    for layer in range(held.num_layers):
+        if source.layer(layer) != held.layer(layer):
+            raise ValueError(
+                f"source must have layers like the cache's: layer {layer} must be {held.layer(layer)}, got "
+                f"{source.layer(layer)}"
+            )
+    if source.policy.query_window != held.policy.query_window:
+        raise ValueError(
+            f"source must keep the cache's {held.policy.query_window} newest queries, got a policy that keeps "
+            f"{source.policy.query_window}"
+        )
+    if held.num_heads is not None and source.num_heads not in (None, held.num_heads):
+        raise ValueError(f"source must have the cache's {held.num_heads} query heads, got {source.num_heads}")
 
 
 # -- a saved state ---------------------------------------------------------------------------------------------------
@@ -56,7 +81,12 @@ def check_saved(
 
     Empty newest queries that only one of the two has are no difference: they come with the first call.
     """
-    shapes = {f"{prefix}{name}": list(value.shape) for name, value in held.items()}
+    if f"{prefix}{HALF_WRITTEN}" in saved:
+        raise ValueError(
+            "state_dict must be of a cache whose last call went through all layers: this one was saved between the "
+            "layers of a call, or after one that failed"
+        )
+    shapes = {f"{prefix}{name}": list(value.shape) for name, value in held.items() if name != HALF_WRITTEN}
     late = queries_names(spec, prefix)
     for layer, name in enumerate(late):
         if name in saved and name not in shapes:
