@@ -49,8 +49,32 @@ def lengths(shape: tuple[int, ...], maximum: int, minimum: int = 0) -> st.Search
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> Tensor:
     """Normal numbers, the same for a seed in every dtype up to rounding, exact in float32 at the most."""
-    generator = torch.Generator().manual_seed(seed)
-    return (scale * torch.randn(shape, generator=generator)).to(dtype)
+    drawn = torch.randn(shape, generator=_generator(seed), device="cpu")
+    return on_device((scale * drawn).to(dtype))
+
+
+def uniform(*shape: int, seed: int = 0) -> Tensor:
+    """Uniform numbers in ``[0, 1)``."""
+    return on_device(torch.rand(shape, generator=_generator(seed), device="cpu"))
+
+
+def integers(low: int, high: int, *shape: int, seed: int = 0) -> Tensor:
+    """Uniform int64 numbers in ``[low, high)``."""
+    return on_device(torch.randint(low, high, shape, generator=_generator(seed), device="cpu"))
+
+
+def permutation(count: int, seed: int = 0) -> Tensor:
+    """The numbers below ``count`` in some order."""
+    return on_device(torch.randperm(count, generator=_generator(seed), device="cpu"))
+
+
+def on_device(tensor: Tensor) -> Tensor:
+    """``tensor``, drawn on the CPU so that a seed means the same everywhere, on the default device."""
+    return tensor.to(torch.get_default_device())
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(seed)
 
 
 def strided(tensor: Tensor, layout: str) -> Tensor:
@@ -80,7 +104,7 @@ def strided(tensor: Tensor, layout: str) -> Tensor:
 
 def _poisoned(shape: list[int], like: Tensor) -> Tensor:
     fill = float("nan") if like.is_floating_point() else torch.iinfo(like.dtype).max
-    return torch.full(shape, fill, dtype=like.dtype)
+    return torch.full(shape, fill, dtype=like.dtype, device=like.device)
 
 
 def poison_slots_(buffer: Tensor, lengths: Tensor, start: Tensor | None = None) -> Tensor:
@@ -91,7 +115,7 @@ def poison_slots_(buffer: Tensor, lengths: Tensor, start: Tensor | None = None) 
         lengths: bounds per row (``[B]``) or per row and head (``[B, Hkv]``).
         start: like ``lengths``; 0 by default.
     """
-    slot = torch.arange(buffer.shape[-2])
+    slot = torch.arange(buffer.shape[-2], device=buffer.device)
     leading = buffer.dim() - 2
 
     def widen(bound: Tensor) -> Tensor:

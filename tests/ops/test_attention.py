@@ -175,6 +175,7 @@ def test_lse_carries_no_gradient() -> None:
     assert not lse.requires_grad
 
 
+@pytest.mark.cpu_only
 @draw.cases(200)
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(-12, 12))
 def test_pieces_cover_exactly_the_visible_keys_once(queries: int, keys: int, first: int) -> None:

@@ -15,6 +15,8 @@ from fastattn import ops
 from fastattn.ops import reference
 from tests._helpers import draw
 
+DEVICE = torch.get_default_device()  # of the run: see --device
+
 POISON = 7  # the int32 content of slots that hold nothing: neither read nor, where the definition does not, written
 
 
@@ -60,7 +62,7 @@ def test_append(data: st.DataObject) -> None:
     real = data.draw(st.sampled_from(["all", "none", "some"]))
     position = torch.arange(100, 100 + tokens, dtype=torch.int32).repeat(batch, 1)
     if real != "all":
-        kept = torch.rand(batch, tokens, generator=torch.Generator().manual_seed(seed)) < 0.5
+        kept = draw.uniform(batch, tokens, seed=seed) < 0.5
         position = position.masked_fill(~kept | (real == "none"), -1)
     expected = clone(cache)
     reference.cache_append_(*expected, key, value, position)
@@ -122,9 +124,8 @@ def test_compact(data: st.DataObject) -> None:
     )
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if data.draw(st.booleans()):  # many ties
-        generator = torch.Generator().manual_seed(seed)
         few = torch.tensor(data.draw(st.lists(special, min_size=1, max_size=4)), dtype=wide)
-        scores = few[torch.randint(0, len(few), (batch, heads, slots), generator=generator)]
+        scores = few[draw.integers(0, len(few), batch, heads, slots, seed=seed)]
     else:
         scores = draw.normal(batch, heads, slots, dtype=wide, seed=seed + 2)
     beyond = torch.arange(slots) >= filled[..., None]
@@ -241,7 +242,7 @@ BAD = [
     *((name, "value_cache", torch.ones(2, 2, 7, 6), ValueError, ["8", "[2, 2, 7, 6]"]) for name in BOTH),
     *((name, "value_cache", torch.ones(2, 1, 8, 6), ValueError, ["2", "[2, 1, 8, 6]"]) for name in BOTH),
     *((name, "value_cache", torch.ones(2, 2, 8, 6).half(), TypeError, ["float32", "float16"]) for name in BOTH),
-    *((name, "value_cache", torch.ones(2, 2, 8, 6, device="meta"), ValueError, ["cpu", "meta"]) for name in BOTH),
+    *((name, "value_cache", torch.ones(2, 2, 8, 6, device="meta"), ValueError, [DEVICE.type, "meta"]) for name in BOTH),
     *((name, "positions", torch.ones(2, 2, 8), TypeError, ["int32", "float32"]) for name in BOTH),
     *((name, "positions", torch.ones(2, 2, 7).int(), ValueError, ["[2, 2, 8]", "[2, 2, 7]"]) for name in BOTH),
     *((name, "lengths", torch.ones(2, 2).long(), TypeError, ["int32", "int64"]) for name in BOTH),
@@ -265,7 +266,7 @@ BAD = [
     ("cache_compact_", "scores", torch.ones(2, 2, 7), ValueError, ["[2, 2, 8]", "[2, 2, 7]"]),
     ("cache_compact_", "scores", torch.ones(2, 8), ValueError, ["[B Hkv C]", "[2, 8]"]),
     ("cache_compact_", "scores", torch.ones(2, 2, 8).half(), TypeError, ["float32", "float16"]),
-    ("cache_compact_", "scores", torch.ones(2, 2, 8, device="meta"), ValueError, ["cpu", "meta"]),
+    ("cache_compact_", "scores", torch.ones(2, 2, 8, device="meta"), ValueError, [DEVICE.type, "meta"]),
     ("cache_compact_", "budget", 0, ValueError, ["at least 1", "0"]),
     ("cache_compact_", "budget", 2.0, TypeError, ["integer", "float"]),
     ("cache_compact_", "budget", True, TypeError, ["integer", "bool"]),

@@ -82,6 +82,7 @@ def test_long_caches(dtype: torch.dtype, batch: int, kv_heads: int, groups: int,
     check(query, key, value, lengths, {"causal": True, "scale": None})
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("dtype", draw.FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("length", [1023, 1538, 3000])
 def test_more_cores_than_heads(dtype: torch.dtype, length: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ import pytest
 from fastattn.ops.cpu.native import _build
 from tests._helpers.native import needs_native
 
+pytestmark = pytest.mark.cpu_only
+
 # Prints whether the native kernels are in use and that the result is right either way.
 PROGRAM = """
 import torch

@@ -24,6 +24,8 @@ from tests._helpers import draw, plain
 from tests._helpers.budget import assert_lse, assert_within_budget
 from tests._helpers.native import needs_native
 
+pytestmark = pytest.mark.cpu_only
+
 INT = torch.int32
 
 
