@@ -1,7 +1,7 @@
 """Is this revision slower than another? ``make bench-compare BASE=rev`` (or ``python -m benchmarks.compare rev``).
 
 Both revisions are checked out beside each other (the working tree as it is, uncommitted changes included, is this
-one), each in a process of its own, and time the cases of :mod:`benchmarks.cases` in turns. A case fails where it is
+one), each in a process of its own, and time the cases of :mod:`benchmarks.lib.cases` in turns. A case fails where it is
 slower by more than 1.3x with 95% confidence: where the lower end of the confidence interval of the median of its
 rounds' ratios (from the rounds' order, without assuming a distribution) lies above 1.3. Such a case is timed twice
 more, each time in new processes, and only counts if it always fails: where a process's memory happens to lie can make
@@ -145,7 +145,7 @@ def main() -> int:
         worker()
         return 0
     sys.path.insert(0, str(ROOT))
-    from benchmarks.cases import CASES
+    from benchmarks.lib.cases import CASES
 
     names = [name for name in CASES if not given.only or any(name.startswith(start) for start in given.only)]
     if not names:

@@ -1,9 +1,9 @@
 """Do two revisions compute the same bits on a CPU? ``python -m benchmarks.compare_results BASE``.
 
 BASE is checked out beside this tree (the working tree as it is, uncommitted changes included). One and the same driver,
-:mod:`benchmarks.result_cases` of this tree, runs in a process of each, on one thread and with fixed seeds, and gives a
-digest of every tensor. This tree also loads what the base saved: states of caches and modules, folders of converted
-models. Prints how many digests were compared and the names of those that differ; exits with 1 if any does.
+:mod:`benchmarks.lib.result_cases` of this tree, runs in a process of each, on one thread and with fixed seeds, and
+gives a digest of every tensor. This tree also loads what the base saved: states of caches and modules, folders of
+converted models. Prints how many digests were compared and the names of those that differ; exits with 1 if any does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 sys.path[0], *given = sys.argv[1:]
 import benchmarks
 sys.path[0] = ""
-from benchmarks.result_cases import driver
+from benchmarks.lib.result_cases import driver
 
 driver.main(Path(given[0]), Path(given[1]), given[2:])
 """

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks._timing import Spread, speedup, take_turns
 from benchmarks.cpu_decode import HEAD_DIM, HEADS, KV_HEADS, check, exactly, gqa_case, latent_case
+from benchmarks.lib.timing import Spread, speedup, take_turns
 from fastattn import ops
 from fastattn.ops import reference
 from fastattn.ops.cpu import native

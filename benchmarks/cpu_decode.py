@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks._timing import Spread, speedup, take_turns
+from benchmarks.lib.timing import Spread, speedup, take_turns
 from fastattn import ops
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from benchmarks._timing import Spread, speedup, take_turns
-from examples import _smollm2
+from benchmarks.lib.timing import Spread, speedup, take_turns
+from examples import smollm2
 from fastattn.integrations.transformers import compressed_cache
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,7 +63,7 @@ class Peer:
     def __init__(self, python: str, setting: dict[str, Any]) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
         self.process = subprocess.Popen(
-            [python, "-m", "benchmarks._kvpress_decode"],
+            [python, "-m", "benchmarks.peers.kvpress_decode"],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,
@@ -154,8 +154,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--tokens", type=int, default=16, help="decoded per round")
     parser.add_argument("--peer", default=os.environ.get("FASTATTN_KVPRESS_PYTHON"), help="interpreter with kvpress")
     given = parser.parse_args(arguments)
-    model, tokenizer = _smollm2.load(getattr(torch, given.dtype))
-    ids = tokenizer(_smollm2.long_text()[: 8 * given.prompt], return_tensors="pt").input_ids[:, : given.prompt]
+    model, tokenizer = smollm2.load(getattr(torch, given.dtype))
+    ids = tokenizer(smollm2.long_text()[: 8 * given.prompt], return_tensors="pt").input_ids[:, : given.prompt]
     found = decoders(model, ids, given)
     peer = start_peer(given, ids)
     runs: dict[str, Callable[[int], None]] = {name: decoder.run for name, decoder in found.items()}
@@ -181,7 +181,7 @@ def start_peer(given: argparse.Namespace, ids: Tensor) -> Peer | None:
         print("kvpress is left out: run python -m benchmarks.kvpress_parity once to set its environment up, or --peer")
         return None
     setting = {name: getattr(given, name) for name in ("budget", "interval", "policy", "dtype")}
-    setting |= {"model": str(_smollm2.folder()), "prompt": ids[0].tolist(), "threads": torch.get_num_threads()}
+    setting |= {"model": str(smollm2.folder()), "prompt": ids[0].tolist(), "threads": torch.get_num_threads()}
     return Peer(python, setting)
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import triton
 
-from benchmarks import offline
+from benchmarks.lib import offline
 from fastattn.ops.triton._launch import SHARED_MEMORY
 
 PINNED = "3.6."

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from examples import _smollm2
+from examples import smollm2
 from fastattn import CompressedKVCache, Rotary
 from fastattn.modules import policy_names
 from tests._helpers.recorded import Difference, Recorded
@@ -40,8 +40,8 @@ def main() -> int:
     parser.add_argument("--python", help="interpreter that has kvpress; by default .venv-kvpress, set up if missing")
     arguments = parser.parse_args()
     python = arguments.python or os.environ.get("FASTATTN_KVPRESS_PYTHON") or set_up()
-    model, tokenizer = _smollm2.load()
-    input_ids = tokenizer(_smollm2.long_text()[:8000], return_tensors="pt").input_ids[:, :TOKENS]
+    model, tokenizer = smollm2.load()
+    input_ids = tokenizer(smollm2.long_text()[:8000], return_tensors="pt").input_ids[:, :TOKENS]
     rotary = Rotary(model.model.rotary_emb.inv_freq)
     peer = run_peer(python, input_ids)
     layers = [Recorded(**layer) for layer in peer["recorded"]]
@@ -84,7 +84,7 @@ def run_peer(python: str | Path, input_ids: torch.Tensor) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         request, answer = Path(folder) / "request.pt", Path(folder) / "answer.pt"
         torch.save({"input_ids": input_ids, "ratios": RATIOS}, request)
-        command = [python, "-m", "benchmarks._kvpress_peer", _smollm2.folder(), request, answer]
+        command = [python, "-m", "benchmarks.peers.kvpress_scores", smollm2.folder(), request, answer]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
         subprocess.run([str(part) for part in command], cwd=ROOT, env=environment, check=True)
         result: dict[str, Any] = torch.load(answer)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks._timing import speedup, take_turns
+from benchmarks.lib.timing import speedup, take_turns
 from fastattn import LowRankAttention, Rotary
 from fastattn.ops import decode_attention, latent_decode
 

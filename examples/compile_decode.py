@@ -16,16 +16,16 @@ import inspect
 import torch
 
 from benchmarks import decode_step
-from examples import _smollm2
+from examples import smollm2
 from fastattn.integrations.transformers import compressed_cache
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args(arguments)  # no options but --help
-    model, tokenizer = _smollm2.load(torch.bfloat16)
+    model, tokenizer = smollm2.load(torch.bfloat16)
     keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    ids = tokenizer(_smollm2.long_text()[:6000], return_tensors="pt").input_ids[:, :1000]
+    ids = tokenizer(smollm2.long_text()[:6000], return_tensors="pt").input_ids[:, :1000]
 
     cache = compressed_cache(model, policy="key_diff", budget=256, interval=16)
     step = torch.compile(model.__call__, fullgraph=True)  # raises on a graph break

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from examples import _smollm2
+from examples import smollm2
 from fastattn import LowRankConfig, to_low_rank_
 from fastattn.convert import calibrate, held_out_loss
 
@@ -29,7 +29,7 @@ METHODS = ("loss_optimal", "plain_svd")
 
 def split_text(tokenizer: Any, calibration_tokens: int, held_out_tokens: int, length: int) -> tuple[torch.Tensor, ...]:
     """Disjoint sequences ``[N, length]``: the first three quarters of the text for calibration, the last held out."""
-    ids = tokenizer(_smollm2.long_text(), return_tensors="pt", verbose=False).input_ids[0]
+    ids = tokenizer(smollm2.long_text(), return_tensors="pt", verbose=False).input_ids[0]
     border = ids.numel() * 3 // 4
     parts = []
     for part, wanted in ((ids[:border], calibration_tokens), (ids[border:], held_out_tokens)):
@@ -52,7 +52,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     started = time.perf_counter()
-    model, tokenizer = _smollm2.load()
+    model, tokenizer = smollm2.load()
     calibration, held_out = split_text(
         tokenizer, arguments.calibration_tokens, arguments.held_out_tokens, arguments.length
     )

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
-from examples import _smollm2
+from examples import smollm2
 from fastattn.modules import policy_names
 
 POLICIES = policy_names()
@@ -58,7 +58,7 @@ class Result:
 
 def make_material(tokenizer: Any, prompt_tokens: int, following_tokens: int, depth: float) -> Material:
     """``depth`` in [0, 1]: where in the text the needle stands."""
-    text = tokenizer(_smollm2.long_text(), verbose=False).input_ids
+    text = tokenizer(smollm2.long_text(), verbose=False).input_ids
     needle, question = tokenizer(NEEDLE).input_ids, tokenizer(QUESTION).input_ids
     body = prompt_tokens - len(needle)
     at = int(depth * body)
@@ -180,7 +180,7 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     options = parser.parse_args(arguments)
 
     print("loading SmolLM2-135M-Instruct ...", flush=True)
-    model, tokenizer = _smollm2.load(getattr(torch, options.dtype))
+    model, tokenizer = smollm2.load(getattr(torch, options.dtype))
     material = make_material(tokenizer, options.prompt, options.following, options.depth)
     runs = [(None, None)] + [(policy, budget) for budget in options.budgets for policy in POLICIES]
     results = []

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from examples import _smollm2
+from examples import smollm2
 from examples.convert_model import split_text
 from fastattn import LowRankAttention, LowRankConfig, to_low_rank_
 from fastattn.convert import add_latent_norm_, export_deepseek_v3, held_out_loss, save_low_rank
@@ -108,7 +108,7 @@ def main() -> None:
     if arguments.export and not arguments.norm:
         parser.error("--export needs --norm")
 
-    original, tokenizer = _smollm2.load()
+    original, tokenizer = smollm2.load()
     text, held_out = split_text(tokenizer, 10**9, arguments.held_out_tokens, arguments.length)
     spread = max(1, arguments.calibration_tokens // arguments.length)
     calibration = text[torch.linspace(0, len(text) - 1, spread).round().long()]

@@ -33,9 +33,9 @@ def snippets(page: Path) -> list[pytest.param]:
 def test_snippet_runs(page: Path, code: str) -> None:
     torch.manual_seed(0)
     if MODEL in code:  # the same model, from a package instead of a download
-        from examples import _smollm2
+        from examples import smollm2
 
-        code = code.replace(MODEL, repr(str(_smollm2.folder())))
+        code = code.replace(MODEL, repr(str(smollm2.folder())))
     exec(compile(code, str(page), "exec"), {"__name__": "readme"})
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._timing import take_turns
+from benchmarks.lib.timing import take_turns
 
 PUBLISHED = Path(__file__).parent / "published"
 # Okabe and Ito's colors, told apart by people with any color vision.

@@ -74,11 +74,11 @@ class Prompt:
 
 
 def make_prompt(tokenizer: Any, tokens: int, depth: float, seed: int) -> Prompt:
-    from examples import _smollm2
+    from examples import smollm2
 
     draw = random.Random(seed)
     passkey = str(draw.randint(10000, 99999))
-    text = _smollm2.long_text()
+    text = smollm2.long_text()
     start = draw.randrange(len(text) // 2)
     body = tokenizer(text[start : start + 8 * (tokens + LOSS_TOKENS)], verbose=False).input_ids
     needle = tokenizer(f"\n\nThe pass key is {passkey}. Remember it. {passkey} is the pass key.\n\n").input_ids
@@ -96,7 +96,7 @@ def _forward(model: Any, ids: Tensor, cache: Any, last_only: bool) -> Tensor:
 
 
 def run_without_downloads(given: argparse.Namespace) -> None:
-    from examples import _smollm2
+    from examples import smollm2
 
     tokens = 512 if given.quick else 1536
     sizes = (32, 64, 128, 256) if given.quick else (64, 128, 256, 512)
@@ -121,7 +121,7 @@ def run_without_downloads(given: argparse.Namespace) -> None:
         if not caches:
             continue
         if model is None:
-            model, tokenizer = _smollm2.load()
+            model, tokenizer = smollm2.load()
         prompt = make_prompt(tokenizer, tokens, depth, seed)
         for (policy, size), passkey, loss in evaluate(model, tokenizer, prompt, caches):
             rows.add(seed=seed, depth=depth, policy=policy, size=size, passkey=int(passkey), loss=loss)
@@ -314,6 +314,11 @@ def run_problems(given: argparse.Namespace) -> None:
             answer=answer,
             expected=problem["answer"],
         )
+    report_problems(given, rows, note)
+
+
+def report_problems(given: argparse.Namespace, rows: common.Rows, note: str) -> None:
+    """The table and the figure of what was solved."""
     scores: dict[tuple[str, int], list[float]] = {}
     for row in rows:  # type: ignore[attr-defined]
         scores.setdefault((row["policy"], int(row["size"])), []).append(float(row["correct"]))

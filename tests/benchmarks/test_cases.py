@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import re
+
 import pytest
 import torch
 
-from benchmarks import history
-from benchmarks.cases import CASES
+from benchmarks import history, suite
 from benchmarks.compare import median_interval
+from benchmarks.lib.cases import CASES
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "8192" not in name and "4096" not in name])
@@ -56,3 +59,26 @@ def test_history_keeps_a_line_per_run_and_draws_it(tmp_path):
     assert (tmp_path / "history.png").stat().st_size > 1000
     with pytest.raises(SystemExit, match="no benchmark"):
         history.record({**report, "benchmarks": []}, "abc")
+
+
+def test_shapes_of_ones_own(capsys):
+    shapes = ["decode:batch=2,heads=4,kv_heads=2,slots=100,dim=16,dtype=f32", "moments:heads=2,tokens=9,dim=8"]
+    suite.main(["--shape", shapes[0], "--shape", shapes[1]])
+    measured = r": \d+ us, \d+% of the roofline, [\d.]+x plain PyTorch \([\d.]+ to [\d.]+\)$"
+    for line, shape in zip(capsys.readouterr().out.splitlines(), shapes, strict=True):
+        assert re.match(re.escape(shape) + measured, line)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("encode:batch=1", "--shape must begin with one of attention, decode"),
+        ("decode:rows=1", "--shape decode takes batch, heads, kv_heads, slots, dim, dtype, got 'rows'"),
+        ("decode:batch=0", "batch must be a positive number, got '0'"),
+        ("decode:batch=1,dtype=int8", "dtype must be one of bf16, f32, got 'int8'"),
+        ("decode:batch=1,heads=2,dim=8,dtype=f32", "--shape decode also needs kv_heads, slots"),
+    ],
+)
+def test_a_shape_that_means_nothing(text, says):
+    with pytest.raises(argparse.ArgumentTypeError, match=re.escape(says)):
+        suite.parse_shape(text)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks.compare_results import ROOT, SECTIONS, differences, run
-from benchmarks.result_cases._common import Results
-from benchmarks.result_cases.driver import SECTIONS as DRIVEN
+from benchmarks.lib.result_cases._common import Results
+from benchmarks.lib.result_cases.driver import SECTIONS as DRIVEN
 
 LAST_BIT = """
 _exact = qk_scores

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import triton
 
-from benchmarks import kernel_table, offline
+from benchmarks import kernel_table
+from benchmarks.lib import offline
 
 pytestmark = pytest.mark.skipif(
     not triton.__version__.startswith(kernel_table.PINNED),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks._timing import Spread, speedup, take_turns
+from benchmarks.lib.timing import Spread, speedup, take_turns
 
 
 def test_calls_take_turns_in_alternating_order_and_are_charged_their_own_time() -> None:

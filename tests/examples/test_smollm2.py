@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from examples import _smollm2
+from examples import smollm2
 
 pytestmark = pytest.mark.transformers
 
 
 def test_model_predicts_real_text() -> None:
-    model, tokenizer = _smollm2.load()
-    text = _smollm2.long_text()[:4000]
+    model, tokenizer = smollm2.load()
+    text = smollm2.long_text()[:4000]
     tokens = tokenizer(text)["input_ids"]
     assert tokenizer.decode(tokens) == text
     assert tokenizer("1234")["input_ids"] == tokenizer.convert_tokens_to_ids(["1", "2", "3", "4"])
@@ -27,11 +27,11 @@ def test_model_predicts_real_text() -> None:
 
 
 def test_second_load_reads_the_cached_folder() -> None:
-    folder = _smollm2.folder()
+    folder = smollm2.folder()
     changed = (folder / "model.safetensors").stat().st_mtime_ns
-    assert _smollm2.folder() == folder
+    assert smollm2.folder() == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == changed
 
 
 def test_long_text_is_long() -> None:
-    assert len(_smollm2.long_text()) > 100_000
+    assert len(smollm2.long_text()) > 100_000

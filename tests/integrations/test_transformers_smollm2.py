@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 import transformers
 from packaging.version import Version
 
-from examples import _smollm2
+from examples import smollm2
 from fastattn.integrations.transformers import compressed_cache
 from fastattn.modules import policy_names
 
@@ -28,7 +28,7 @@ LENGTHS = (96, 61, 30)
 
 @pytest.fixture(scope="module")
 def model():
-    model, _ = _smollm2.load()
+    model, _ = smollm2.load()
     model.generation_config.eos_token_id = None
     return model
 
@@ -36,8 +36,8 @@ def model():
 @pytest.fixture(scope="module")
 def prompts():
     """Real text: ids and mask ``[3, 96]``, left-padded rows of different lengths from different places."""
-    _, tokenizer = _smollm2.load(torch.bfloat16)
-    text = _smollm2.long_text()
+    _, tokenizer = smollm2.load(torch.bfloat16)
+    text = smollm2.long_text()
     ids = torch.full((3, max(LENGTHS)), tokenizer.pad_token_id)
     for row, length in enumerate(LENGTHS):
         start = 50_000 * (row + 1)

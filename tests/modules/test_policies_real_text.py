@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from examples import _smollm2
+from examples import smollm2
 from fastattn import CompressedKVCache, Rotary
 from fastattn.modules import policy_names
 from tests._helpers import exact_policies
@@ -19,8 +19,8 @@ TOKENS, BUDGET = 1024, 512
 @pytest.fixture(scope="module")
 def prefill() -> tuple[list[Recorded], Rotary]:
     """1,024 tokens of Python's documentation through SmolLM2 in float32."""
-    model, tokenizer = _smollm2.load()
-    ids = tokenizer(_smollm2.long_text()[:8000], return_tensors="pt").input_ids[:, :TOKENS]
+    model, tokenizer = smollm2.load()
+    ids = tokenizer(smollm2.long_text()[:8000], return_tensors="pt").input_ids[:, :TOKENS]
     assert ids.shape[1] == TOKENS
     return record_prefill(model, ids), Rotary(model.model.rotary_emb.inv_freq)
 

@@ -5,7 +5,7 @@ holds it to the chip's shared memory, to no spilled registers and to the chip's 
 
 Each kernel module lists what to compile in a function ``offline_cases() -> list[OfflineCase]``, and
 ``KERNEL_MODULES`` names the modules. A case calls the module's own launcher on meta tensors; the launches are recorded,
-not run, so what is compiled is what would be launched. ``benchmarks/offline.py`` does the rest.
+not run, so what is compiled is what would be launched. ``benchmarks/lib/offline.py`` does the rest.
 """
 
 from __future__ import annotations

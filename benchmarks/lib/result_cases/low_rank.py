@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fastattn
-from benchmarks.result_cases._common import POLICIES, Results, draw, held, short
+from benchmarks.lib.result_cases._common import POLICIES, Results, draw, held, short
 
 
 def _modules() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.result_cases._common import Results, beyond, draw, held, short
+from benchmarks.lib.result_cases._common import Results, beyond, draw, held, short
 from fastattn import ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

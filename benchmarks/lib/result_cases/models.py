@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import fastattn
-from benchmarks.result_cases._common import POLICIES, Results, draw
+from benchmarks.lib.result_cases._common import POLICIES, Results, draw
 
 
 def tiny(name: str) -> Any:

@@ -277,6 +277,20 @@ def low_rank_step(hidden: int, heads: int, context: int) -> Case:
     )
 
 
+# What a user can time at shapes of their own.
+SHAPED: dict[str, Callable[..., Case]] = {
+    "attention": attention,
+    "decode": decode,
+    "latent": latent,
+    "qk": qk,
+    "merge": merge,
+    "expected_attention": expected_attention,
+    "moments": moments,
+    "append": append,
+    "compact": compact,
+}
+DTYPES = {"bf16": BF16, "f32": F32}
+
 CASES: dict[str, Callable[[], Case]] = {
     "attention-512-f32": lambda: attention(1, 8, 2, 512, 64, F32),
     "attention-1024-bf16": lambda: attention(1, 16, 4, 1024, 128, BF16),

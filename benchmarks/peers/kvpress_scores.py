@@ -1,7 +1,7 @@
 """The peer's half of :mod:`benchmarks.kvpress_parity`, run in an environment that has kvpress and lacks fastattn.
 
-``python -m benchmarks._kvpress_peer MODEL_FOLDER TOKENS.pt OUT.pt``: one prefill of the tokens per press and ratio;
-saves what attention saw and the indices that each press kept of every layer and head.
+``python -m benchmarks.peers.kvpress_scores MODEL_FOLDER TOKENS.pt OUT.pt``: one prefill of the tokens per press and
+ratio; saves what attention saw and the indices that each press kept of every layer and head.
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 import fastattn
-from benchmarks.result_cases._common import Results
-from benchmarks.result_cases.caches import caches
-from benchmarks.result_cases.low_rank import low_rank
-from benchmarks.result_cases.models import conversion, generation
-from benchmarks.result_cases.operators import operators
+from benchmarks.lib.result_cases._common import Results
+from benchmarks.lib.result_cases.caches import caches
+from benchmarks.lib.result_cases.low_rank import low_rank
+from benchmarks.lib.result_cases.models import conversion, generation
+from benchmarks.lib.result_cases.operators import operators
 
 SECTIONS = {section.__name__: section for section in (operators, caches, low_rank, generation, conversion)}
 
