@@ -95,7 +95,8 @@ class TransformersAttention(LowRankAttention):
         few = absorbs(tokens, self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim)
         attend = paths.absorbed if few and not first_call else paths.expanded
         out = attend(self.up_projection(), both, self.scale, True)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        # Contiguous: projections of other packages may read raw memory.
+        return self.o_proj(out.transpose(1, 2).flatten(2).contiguous())
 
 
 def _refuse(kwargs: dict[str, Any]) -> None:

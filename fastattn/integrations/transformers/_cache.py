@@ -23,7 +23,7 @@ def compressed_cache(
     model: Any,
     policy: Policy | str = "key_diff",
     budget: int = 1024,
-    batch_size: int = 1,
+    batch_size: int | None = None,
     interval: int = 128,
     max_step: int = 1,
     dtype: torch.dtype | None = None,
@@ -44,7 +44,8 @@ def compressed_cache(
         model: a transformers model.
         policy: a :class:`~fastattn.Policy` or its name, as :class:`~fastattn.CompressedKVCache` takes it.
         budget: tokens kept per row and head of every full-attention layer.
-        batch_size: rows; with beams or several returned sequences, rows times those.
+        batch_size: rows; with beams or several returned sequences, rows times those. By default what the first call
+            after construction or :meth:`CompressedCache.reset` brings.
         interval: decode steps between two compressions.
         max_step: most tokens of a call that counts as a decode step. Above 1 the cache serves assisted decoding:
             it can be cropped while nothing has been evicted since, and ``generate`` does not compile over it.
@@ -68,21 +69,19 @@ def compressed_cache(
         policy,
         budget,
         **spec.cache_arguments(),
-        batch_size=batch_size,
+        batch_size=1 if batch_size is None else batch_size,
         interval=interval,
         max_step=max_step,
         dtype=spec.dtype if dtype is None else dtype,
     )
-    return CompressedCache(kv, spec, hook.config)
+    return CompressedCache(kv, spec, hook.config, sizes_itself=batch_size is None)
 
 
 def _check_rotation(model: Any, policy: Policy, spec: ModelSpec) -> None:
     """The model has the one rotation that ``policy`` may need."""
     if spec.rotary is None and (policy.needs_rotary or policy.rerotate):
         raise ValueError(
-            f"policy must do without the model's rotation, got {policy!r}: the layers of {type(model).__name__} rotate "
-            'at frequencies of their own. Convert with LowRankConfig(rope_selection="uniform") and a number for '
-            "freq_fold to give them one rotation"
+            f"policy must do without the model's rotation, got {policy!r} for {type(model).__name__}: {spec.no_rotary}"
         )
 
 
@@ -95,8 +94,9 @@ class CompressedCache(ForwardedCache):
         kv: the :class:`~fastattn.CompressedKVCache`; its layer ``i`` is the model's ``i``-th full-attention layer.
     """
 
-    def __init__(self, kv: CompressedKVCache, spec: ModelSpec, config: Any) -> None:
+    def __init__(self, kv: CompressedKVCache, spec: ModelSpec, config: Any, sizes_itself: bool = False) -> None:
         self.kv = kv
+        self._sizes_itself = sizes_itself
         self._config = config
         self._slots = spec.slots
         self._last = spec.num_compressed - 1
@@ -141,6 +141,21 @@ class CompressedCache(ForwardedCache):
         if slot == self._last:
             self.entered = False
         return out
+
+    def size_for(self, rows: int) -> None:
+        """Take the batch size of a first call, where the constructor was given none.
+
+        Raises:
+            ValueError: the cache has another number of rows.
+        """
+        if rows == self.batch_size:
+            return
+        if not self._sizes_itself or int(self.kv.columns) > 0:
+            raise ValueError(
+                "batch_size must be the rows of every call, with beams or several returned sequences rows times those: "
+                f"this cache has {self.batch_size}, got a call of {rows}. Pass compressed_cache(..., batch_size={rows})"
+            )
+        self._replace(self.kv.select(torch.zeros(rows, dtype=torch.int64, device=self.kv.device)))
 
     def reset(self) -> None:
         """Empty the cache, in place."""

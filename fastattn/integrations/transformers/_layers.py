@@ -82,6 +82,9 @@ class ForwardedCache(Cache):
             )
         return key_states, value_states
 
+    def size_for(self, rows: int) -> None:
+        """Make sure that the cache serves a call of ``rows`` rows."""
+
     def attend(
         self,
         module: Any,

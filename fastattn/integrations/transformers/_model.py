@@ -6,6 +6,7 @@ shows every attention call it makes, what it passes, and how queries and keys ar
 
 from __future__ import annotations
 
+import threading
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from fastattn.modules.rotary import Rotary
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _UNSUPPORTED_IMPLEMENTATIONS = ("flash", "flex", "paged", "/")
+_SWITCHING = threading.RLock()  # one model is examined and switched at a time, whatever thread asks
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class ModelSpec:
         slots: per layer of the model, its index among the full-attention layers, None for a sliding window.
         num_heads, num_kv_heads, head_dim, v_head_dim: of every full-attention layer.
         latent_rank: rank of the latents that layers of low-rank attention store, None for other models.
-        rotary: the model's rotation; None where layers of low-rank attention have frequencies of their own.
+        rotary: the model's rotation; None where no single one explains all layers.
+        no_rotary: why there is none.
         dtype, device: of its keys.
     """
 
@@ -55,6 +58,7 @@ class ModelSpec:
     rotary: Rotary | None
     dtype: torch.dtype
     device: torch.device
+    no_rotary: str = ""
 
     @property
     def num_compressed(self) -> int:
@@ -116,6 +120,16 @@ class CacheHook:
                 f"this cache was made for another model: expected one for {self.signature}, got one for "
                 f"{cache.signature}"
             )
+        if kwargs.get("use_cache") is False:
+            raise ValueError("use_cache must not be False in a call that brings a compressed cache")
+        tokens = _new_tokens(args, kwargs)
+        if tokens is not None and tokens.shape[1] == 0:
+            raise ValueError(
+                f"a call must bring at least one new token, got none after the {int(cache.get_seq_length())} that the "
+                "cache has seen: call cache.reset() before another prompt, or pass the whole history and what follows"
+            )
+        if tokens is not None:
+            cache.size_for(tokens.shape[0])
         if kwargs.get("output_attentions") or getattr(decoder.config, "output_attentions", False):
             raise ValueError("output_attentions=True is not supported by a compressed cache: it forms no weights")
         if decoder.training and getattr(decoder, "gradient_checkpointing", False):
@@ -137,12 +151,25 @@ class CacheHook:
         remember_previous(self.config, self.previous)
 
 
+def _new_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Input ids ``[B, T]`` or embeddings ``[B, T, D]`` of a call of a decoder."""
+    for given in (args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds")):
+        if isinstance(given, Tensor):
+            return given
+    return None
+
+
 def switch(model: Any) -> CacheHook:
     """Switch ``model`` to the attention function ``"fastattn"``, unless it is already.
 
     Raises:
         TypeError, ValueError: it can't be served; then nothing has changed.
     """
+    with _SWITCHING:
+        return _switch(model)
+
+
+def _switch(model: Any) -> CacheHook:
     decoder = _find_decoder(model)
     hook = next((h for h in decoder._forward_pre_hooks.values() if isinstance(h, CacheHook)), None)
     implementation = decoder.config._attn_implementation
@@ -150,6 +177,7 @@ def switch(model: Any) -> CacheHook:
     if hook is not None and implementation == NAME and hook.fingerprint == fingerprint:
         return hook
     _check_config(decoder.config)
+    _check_weights(decoder)
     new = hook is None
     if hook is None:
         shared = implementation == NAME and was_switched(decoder.config)  # by another model of the same config object
@@ -206,6 +234,21 @@ def _check_config(config: Any) -> None:
     others = sorted({str(t) for t in getattr(config, "layer_types", None) or ()} - set(_LAYER_TYPES))
     if others:
         raise ValueError(f"the model has layers of type {', '.join(others)}, supported are {', '.join(_LAYER_TYPES)}")
+
+
+def _check_weights(decoder: nn.Module) -> None:
+    """The weights are here, whole."""
+    for name, parameter in decoder.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"the model's weights must be on a device, but {name} is on the meta device: it is offloaded (by "
+                "accelerate, to the CPU or a disk), or was never loaded. Load the model onto one device"
+            )
+        if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
+            raise ValueError(
+                f"the model's weights must be whole on every rank, but {name} is sharded (fully_shard or tensor "
+                "parallel): call compressed_cache before sharding, or on an unsharded model"
+            )
 
 
 def _standard_layers(config: Any) -> list[Any]:
@@ -266,7 +309,7 @@ def _examine(decoder: Any, hook: CacheHook) -> ModelSpec:
     config, name = decoder.config, type(decoder).__name__
     standard = _standard_layers(config)
     low_rank = any(isinstance(module, LowRankAttention) for module in decoder.modules())
-    inv_freq, factor = (None, 1.0) if low_rank else find_rotary(decoder)
+    found = None if low_rank else find_rotary(decoder)
     last = min(1000, getattr(config, "max_position_embeddings", None) or 1000) - 1
     cache = _Examination(standard, hook.signature)
     positions = torch.tensor([[0, 1, min(3, last), last]], device="cpu")
@@ -276,8 +319,9 @@ def _examine(decoder: Any, hook: CacheHook) -> ModelSpec:
         raise
     except RuntimeError as error:
         raise ValueError(
-            f"a forward pass of {name} with a compressed cache failed ({error}): layers that use the attention mask "
-            "themselves, beside transformers' attention interface, are not supported"
+            f"a forward pass of {name} over four tokens with a compressed cache failed ({type(error).__name__}: "
+            f"{error}). Layers that use the attention mask themselves, beside transformers' attention interface, are one "
+            "cause; the error says whether it is theirs"
         ) from error
 
     slots: list[int | None] = []
@@ -293,11 +337,11 @@ def _examine(decoder: Any, hook: CacheHook) -> ModelSpec:
         slots.append(len(full) if isinstance(layer, CompressedLayer) else None)
         if isinstance(layer, CompressedLayer):
             full.append(calls[0])
-            _check_call(f"layer {index} of {name}", calls[0], positions)
+            _check_call(f"layer {index} of {name}", calls[0], positions, rotates=found is not None or low_rank)
     shapes = {_shape_of(call) for call in full}
     if len(shapes) > 1:
         raise ValueError(f"the full-attention layers of {name} differ (heads, dims, dtype, device): {sorted(shapes)}")
-    rotary = low_rank_rotary(full) if inv_freq is None else checked_rotary(name, full, positions, inv_freq, factor)
+    rotary, no_rotary = low_rank_rotary(full) if low_rank else checked_rotary(name, full, positions, found)
     query, key, value = full[0]["query"], full[0]["key"], full[0]["value"]
     return ModelSpec(
         slots=tuple(slots),
@@ -309,6 +353,7 @@ def _examine(decoder: Any, hook: CacheHook) -> ModelSpec:
         rotary=rotary,
         dtype=key.dtype,
         device=key.device,
+        no_rotary=no_rotary,
     )
 
 
@@ -339,11 +384,13 @@ def _shape_of(call: dict[str, Any]) -> tuple[Any, ...]:
     return call["query"].shape[1], key.shape[1], key.shape[3], call["value"].shape[3], str(key.dtype), str(key.device)
 
 
-def _check_call(layer: str, call: dict[str, Any], positions: Tensor) -> None:
+def _check_call(layer: str, call: dict[str, Any], positions: Tensor, rotates: bool) -> None:
     module, seen = call["module"], call.get("position_ids")
     if not getattr(module, "is_causal", True):
         raise ValueError(f"{layer} is not causal: a compressed cache serves causal attention only")
     if call["mask"] is None:
         raise ValueError(f"{layer} makes its attention mask itself, without transformers' mask interface")
+    if seen is None and not rotates:
+        return  # positions only order the tokens then, and the cache counts them as the model does
     if seen is None or seen.shape != positions.shape or not torch.equal(seen.cpu(), positions):
         raise ValueError(f"{layer} does not pass position_ids [batch, tokens] on to its attention call")

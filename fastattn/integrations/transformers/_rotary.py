@@ -16,25 +16,29 @@ from fastattn.modules.rotary import Rotary
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def find_rotary(decoder: nn.Module) -> tuple[Tensor, float]:
+def find_rotary(decoder: nn.Module) -> tuple[Tensor, float] | str | None:
     """Frequencies and attention factor of the full-attention layers' rotary embedding.
 
+    None where there is no rotary embedding, and the reason where there is no single one.
+
     Raises:
-        ValueError: there is none, there are several, or its frequencies change with the length of the text.
+        ValueError: its frequencies change with the length of the text.
     """
     name = type(decoder).__name__
     found = [r for module in decoder.modules() if (r := _read(module)) is not None]
     if not found:
-        raise ValueError(f"{name} has no rotary embedding: a compressed cache needs one (a module with inv_freq)")
-    inv_freq, factor, rope_type = found[0]
+        return None
+    inv_freq, factor, _ = found[0]
+    for _, _, kind in found:
+        if kind not in FIXED_ROPE_TYPES:
+            raise ValueError(
+                f'the model\'s rotary embedding is of type "{kind}", whose frequencies may change with the length of '
+                "the text, so that cached keys would be rotated with old ones; supported are "
+                f"{', '.join(FIXED_ROPE_TYPES)}"
+            )
     for other in found[1:]:
         if other[1:] != found[0][1:] or not torch.equal(other[0].cpu(), inv_freq.cpu()):
-            raise ValueError(f"{name} has several rotary embeddings, which differ from each other")
-    if rope_type not in FIXED_ROPE_TYPES:
-        raise ValueError(
-            f'the model\'s rotary embedding is of type "{rope_type}", whose frequencies may change with the length of '
-            f"the text, so that cached keys would be rotated with old ones; supported are {', '.join(FIXED_ROPE_TYPES)}"
-        )
+            return f"{name} has several rotary embeddings, which differ from each other"
     return inv_freq, factor
 
 
@@ -86,30 +90,33 @@ def rotation_of(rotated: Tensor, positions: Tensor, inv_freq: Tensor, factor: fl
 
 
 def checked_rotary(
-    name: str, calls: list[dict[str, Any]], positions: Tensor, inv_freq: Tensor, factor: float
-) -> Rotary:
-    """The rotation that explains what queries and keys of all layers have in common.
-
-    Raises:
-        ValueError: there is none.
-    """
-    rotary = rotation_of(calls[0]["query"], positions, inv_freq, factor)
+    name: str, calls: list[dict[str, Any]], positions: Tensor, found: tuple[Tensor, float] | str | None
+) -> tuple[Rotary | None, str]:
+    """The rotation that explains what queries and keys of all layers have in common, or None and why there is none."""
+    if found is None:
+        return None, f"{name} has no rotary embedding (a module with inv_freq)"
+    if isinstance(found, str):
+        return None, found
+    rotary = rotation_of(calls[0]["query"], positions, *found)
     for call in calls:
         for part in ("query", "key"):
             if not rotary.explains(call[part], positions):
                 index = call["module"].layer_idx
-                raise ValueError(
+                return None, (
                     f"the {part} of layer {index} of {name} is not rotated as {rotary.rotary}, which its rotary "
-                    "embedding stands for: layers without rotary embedding are not supported"
+                    "embedding stands for: the layer does not rotate, or norms come after the rotation"
                 )
-    return rotary.rotary
+    return rotary.rotary, ""
 
 
-def low_rank_rotary(calls: list[dict[str, Any]]) -> Rotary | None:
-    """The rotation of the rope key in the cached latents; None if the layers differ in it."""
+def low_rank_rotary(calls: list[dict[str, Any]]) -> tuple[Rotary | None, str]:
+    """The rotation of the rope key in the cached latents, or None and why there is none."""
     rotations = [call["module"].latent_rotary() for call in calls]
     first = rotations[0]
     for other in rotations[1:]:
         if other.extra_repr() != first.extra_repr() or not torch.equal(other.inv_freq.cpu(), first.inv_freq.cpu()):
-            return None
-    return first
+            return None, (
+                "its layers rotate at frequencies of their own. Convert with "
+                'LowRankConfig(rope_selection="uniform") and a number for freq_fold to give them one rotation'
+            )
+    return first, ""
