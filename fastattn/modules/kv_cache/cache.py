@@ -11,7 +11,13 @@ from fastattn.modules.kv_cache.call import LayerCall, NewTokens
 from fastattn.modules.kv_cache.module import CacheModule
 from fastattn.modules.kv_cache.spec import CacheSpec
 from fastattn.modules.kv_cache.update import update_layer
-from fastattn.modules.kv_cache.validation import check_layer, check_new_tokens, row_index
+from fastattn.modules.kv_cache.validation import (
+    check_croppable_rows,
+    check_layer,
+    check_new_tokens,
+    row_counts,
+    row_index,
+)
 from fastattn.modules.policies import Policy, resolve_policy
 from fastattn.modules.rotary import Rotary
 from fastattn.validation import check_count
@@ -22,9 +28,10 @@ class CompressedKVCache(CacheModule):
 
     A model calls :meth:`attend` once per layer, in layer order, in place of its attention: the new tokens attend to the
     cache and to each other, are appended, and the layer is compressed where that is due. A call with at most
-    ``max_step`` tokens compresses the rows and heads that have ``budget + interval`` of them; a call with more (a
-    prompt, a chunk, a turn) ends by compressing every row and head above ``budget``. Within the budget nothing is
-    evicted and the result is a full cache's.
+    ``max_step`` tokens begins by compressing the rows and heads that have ``budget + interval`` of them, chosen by what
+    was there before the call, so that what it appends can always be taken back; a call with more (a prompt, a chunk, a
+    turn) ends by compressing every row and head above ``budget``. Within the budget nothing is evicted and the result
+    is a full cache's.
 
     State, all of it buffers: ``keys``, ``values``, ``positions`` and ``lengths`` per layer, of
     ``C = budget + interval + max_step - 1`` slots; ``columns`` (tokens fed, padding included) and ``tokens_seen``
@@ -216,31 +223,43 @@ class CompressedKVCache(CacheModule):
                 new.copy_(old.index_select(0, index) if buffer.per_row else old)
         return chosen
 
-    def crop(self, tokens: int) -> None:
+    def crop(self, tokens: int | Tensor) -> None:
         """Take back the newest ``tokens`` real tokens of every row, and as many columns, in place.
 
+        What the last call of at most ``max_step`` tokens appended can always be taken back.
+
         Args:
-            tokens: how many, at least 0.
+            tokens: how many, at least 0; or integers ``[B]``, so many of each row. A column then counts as taken back
+                where every row takes it back: ``columns`` falls by the smallest of them.
 
         Raises:
-            TypeError: not an integer.
-            ValueError: a row has fewer, a compression of any row came later, or those columns were padding for some
-                row; then nothing changes.
+            TypeError: not integers.
+            ValueError: a row has fewer, a compression came later than they (of any row for an integer, of the row for a
+                tensor) or, for an integer, those columns were padding for some row; then nothing changes.
             RuntimeError: the last call stopped half-way.
         """
-        check_count("tokens", tokens, 0)
+        per_row = isinstance(tokens, Tensor)
+        if per_row:
+            counts = row_counts(tokens, self.batch_size, self.device)
+        else:
+            check_count("tokens", tokens, 0)
+            counts = torch.full_like(self._croppable_rows, tokens)
         self._progress.require_complete()
-        if tokens == 0:
-            return
-        if int(self._croppable) < tokens:
+        if per_row:
+            check_croppable_rows(counts, self._croppable_rows)
+        elif int(self._croppable) < tokens:
             raise ValueError(
                 f"tokens must be at most {int(self._croppable)}, the newest columns that hold a real token of every "
-                f"row and have seen no compression since, got {tokens}"
+                f"row and have seen no compression since, got {tokens}: calls of at most max_step = {self.max_step} "
+                f"tokens can be taken back, and more while no row exceeds budget = {self.budget}"
             )
         with torch.no_grad():
             for layer in self._all_layers():
-                layer.lengths.sub_(tokens)
+                layer.lengths.sub_(counts[:, None])
                 layer.forget_beyond_lengths_()
-            for counter in (self.tokens_seen, self.columns, self._croppable):
-                counter.sub_(tokens)
+            smallest, largest = counts.amin(), counts.amax()
+            self._croppable.copy_(torch.where(smallest == largest, (self._croppable - smallest).clamp(min=0), 0))
+            self._croppable_rows.sub_(counts)
+            self.tokens_seen.sub_(counts)
+            self.columns.sub_(smallest)
             self._ring().forget_from_(self.tokens_seen)

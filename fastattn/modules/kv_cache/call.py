@@ -79,6 +79,15 @@ class LayerCall:
         """Real tokens of each row, int64 ``[B]``."""
         return (self.position >= 0).sum(1)
 
+    def brings_tokens(self) -> Tensor:
+        """Whether a row has a real token in this call, bool ``[B, 1]``."""
+        return (self.position >= 0).any(1, keepdim=True)
+
+    @property
+    def is_step(self) -> bool:
+        """The call counts as a decode step."""
+        return self.tokens <= self.state.layer.spec.max_step
+
     def mark_rewritten(self) -> None:
         """From here on, until the call is over, a failure cannot be undone: what is not appended to is rewritten."""
         if not self.compiling:

@@ -25,6 +25,7 @@ class CacheModule(nn.Module):
     tokens_seen: Tensor
     columns: Tensor
     _croppable: Tensor
+    _croppable_rows: Tensor
     _query_index: Tensor
     _query_positions: Tensor
 
@@ -172,6 +173,7 @@ class CacheModule(nn.Module):
             tokens_seen=self.tokens_seen,
             columns=self.columns,
             croppable=self._croppable,
+            croppable_rows=self._croppable_rows,
             ring=self._ring(),
             progress=self._progress,
         )

@@ -35,6 +35,26 @@ def row_index(index: Tensor, rows: int, device: torch.device) -> Tensor:
     return index.to(device, torch.int64)
 
 
+def row_counts(tokens: Tensor, rows: int, device: torch.device) -> Tensor:
+    """``tokens``, one number per row, as int64 on the cache's device."""
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise TypeError(f"tokens must be an integer or integers [B], got {tokens.dtype}")
+    if list(tokens.shape) != [rows]:
+        raise ValueError(f"tokens must be an integer or integers [B] = [{rows}], got {list(tokens.shape)}")
+    return tokens.to(device, torch.int64)
+
+
+def check_croppable_rows(tokens: Tensor, croppable: Tensor) -> None:
+    """Every row can give back as many of its newest tokens."""
+    wrong = ((tokens < 0) | (tokens > croppable)).nonzero().flatten().tolist()
+    if wrong:
+        row = wrong[0]
+        raise ValueError(
+            f"tokens must be at least 0 and at most {int(croppable[row])} in row {row}, the newest tokens that have seen "
+            f"no compression since, got {int(tokens[row])}"
+        )
+
+
 # -- a saved state ---------------------------------------------------------------------------------------------------
 
 
