@@ -316,7 +316,7 @@ class Failing(Policy):
 def test_a_failure_in_the_first_layer_scored_leaves_the_cache_as_it_was(count, error):
     cache = make(Failing(1, error), num_heads=HEADS)
     feed(cache, 16)
-    for seed in range(3):
+    for seed in range(4):
         feed(cache, 1, seed)
     state, window = snapshot(cache), copy.deepcopy(cache)
     with pytest.raises(error):
@@ -332,7 +332,7 @@ def test_a_failure_in_the_first_layer_scored_leaves_the_cache_as_it_was(count, e
 def test_a_failure_in_a_later_layer_makes_the_cache_invalid_until_reset(count):
     cache = make(Failing(2), num_heads=HEADS)
     feed(cache, 16)
-    for seed in range(3):
+    for seed in range(4):
         feed(cache, 1, seed)
     with pytest.raises(KeyError):
         feed(cache, count)
@@ -345,9 +345,12 @@ def test_a_failure_in_a_later_layer_makes_the_cache_invalid_until_reset(count):
 
 def test_a_failure_while_buffers_are_rewritten_makes_the_cache_invalid(monkeypatch):
     cache = make()
+    feed(cache, 16)
+    for seed in range(4):
+        feed(cache, 1, seed)
     monkeypatch.setattr("fastattn.ops.cache_compact_", lambda *a, **k: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(MemoryError):
-        feed(cache, 30)
+        feed(cache, 1)
     with pytest.raises(RuntimeError, match="invalid since layer 0 failed with MemoryError"):
         feed(cache, 1)
 
@@ -356,7 +359,7 @@ def test_a_failure_while_buffers_are_rewritten_makes_the_cache_invalid(monkeypat
 def test_a_failure_after_buffers_were_rewritten_makes_the_cache_invalid(monkeypatch, count):
     cache = make(num_layers=1)
     feed(cache, 16)
-    for seed in range(3):
+    for seed in range(4):
         feed(cache, 1, seed)
     with monkeypatch.context() as patch:
         patch.setattr(
