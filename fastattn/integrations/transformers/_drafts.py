@@ -26,7 +26,7 @@ def draft_room(kv: CompressedKVCache, new: int) -> int:
     where a row or head becomes full, and a prompt brings a draft only where neither is compressed after it.
     """
     rooms = []
-    for layer in kv.layers:
+    for layer in kv._all_layers():
         spec, longest = layer.spec, int(layer.lengths.amax())
         if new > spec.max_step:
             rooms.append(spec.budget - longest)
@@ -46,14 +46,14 @@ class _LimitedGenerators:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model_kwargs = kwargs.get("model_kwargs") or {}
         cache = next((model_kwargs[n] for n in _versions.CACHE_ARGUMENTS if model_kwargs.get(n) is not None), None)
-        compressed = isinstance(cache, ForwardedCache) and hasattr(cache, "kv")
-        if compressed and cache.kv.max_step == 1:
+        kv = getattr(cache, "kv", None) if isinstance(cache, ForwardedCache) else None
+        if kv is not None and kv.max_step == 1:
             raise ValueError(
                 "max_step must be at least 2 for assisted decoding, one more than the tokens of a draft: give it to "
                 "compressed_cache, got 1"
             )
         generator = getattr(type(self.model), _METHOD)(self.model, *args, **kwargs)
-        return _LimitedGenerator(generator, cache.kv) if compressed else generator
+        return generator if kv is None else _LimitedGenerator(generator, kv)
 
 
 class _LimitedGenerator:

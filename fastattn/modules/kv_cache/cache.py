@@ -54,6 +54,8 @@ class CompressedKVCache(CacheModule):
         rotary: the model's rotation; policies that look ahead need it.
         dtype: of keys and values; torch's default dtype by default.
         device: of all buffers.
+        persistent: where the cache is a part of a model, the model's ``state_dict`` holds it. False leaves it out, and
+            loading the model leaves the cache as it is; :meth:`state_dict` of the cache itself is not affected.
 
     Raises:
         TypeError, ValueError: an argument of another type or range, an unknown policy, a budget that the policy cannot
@@ -77,6 +79,7 @@ class CompressedKVCache(CacheModule):
         rotary: Rotary | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        persistent: bool = True,
     ) -> None:
         spec = CacheSpec(
             resolve_policy(policy),
@@ -93,7 +96,7 @@ class CompressedKVCache(CacheModule):
             dtype=dtype,
             rotary=rotary,
         )
-        super().__init__(spec, rotary, device)
+        super().__init__(spec, rotary, device, persistent)
 
     # -- what a model calls ------------------------------------------------------------------------------------------
 
@@ -116,12 +119,12 @@ class CompressedKVCache(CacheModule):
         Args:
             layer: index of the layer; the layers of a call come in order.
             query: ``[B, H, T, Dk]``, rotated as attention takes it (absorbed, for a latent cache). Query, key and value
-                have the cache's dtype.
+                have the cache's dtype; under autocast any float dtype, and are cast to it.
             key: ``[B, Hkv, T, Dk]``, rotated.
             value: ``[B, Hkv, T, Dv]``; None for a latent cache.
             position_ids: integers ``[B, T]`` (or ``[1, T]``), rising over a row's real tokens, on from those in the
                 cache; by default each row's real tokens are counted.
-            attention_mask: bool ``[B, T]``, False for padding; a row's real tokens are contiguous.
+            attention_mask: bool or integer ``[B, T]``, False or 0 for padding; a row's real tokens are contiguous.
             scale: softmax scale, ``Dk ** -0.5`` by default; a latent cache must be given its own.
 
         Returns:
@@ -155,6 +158,7 @@ class CompressedKVCache(CacheModule):
 
     def _take_in(self, new: NewTokens) -> Tensor | None:
         check_layer(self._spec, new.layer)
+        new.convert_(self.dtype)
         state = self._call_state(new.layer)
         check_new_tokens(state, new)
         compiling = torch.compiler.is_compiling()
@@ -218,7 +222,7 @@ class CompressedKVCache(CacheModule):
             arguments = self._spec.arguments(
                 policy=copy.deepcopy(self.policy), batch_size=index.shape[0], dtype=self.dtype
             )
-            chosen = CompressedKVCache(**arguments, rotary=self.rotary, device=self.device)
+            chosen = CompressedKVCache(**arguments, rotary=self.rotary, device=self.device, persistent=self.persistent)
             for (buffer, new), (_, old) in zip(chosen._declared_buffers(), self._declared_buffers(), strict=True):
                 new.copy_(old.index_select(0, index) if buffer.per_row else old)
         return chosen
@@ -238,14 +242,13 @@ class CompressedKVCache(CacheModule):
                 tensor) or, for an integer, those columns were padding for some row; then nothing changes.
             RuntimeError: the last call stopped half-way.
         """
-        per_row = isinstance(tokens, Tensor)
-        if per_row:
+        if isinstance(tokens, Tensor):
             counts = row_counts(tokens, self.batch_size, self.device)
         else:
             check_count("tokens", tokens, 0)
             counts = torch.full_like(self._croppable_rows, tokens)
         self._progress.require_complete()
-        if per_row:
+        if isinstance(tokens, Tensor):
             check_croppable_rows(counts, self._croppable_rows)
         elif int(self._croppable) < tokens:
             raise ValueError(

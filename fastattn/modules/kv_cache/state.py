@@ -92,6 +92,7 @@ class CacheLayer(SlotStore, nn.Module):
     """The buffers of one layer, as :func:`layer_buffers` declares them."""
 
     queries: Tensor | None
+    left_out = False  # of the state that is being loaded
 
     def __init__(self, spec: LayerSpec, rows: int, dtype: torch.dtype, device: Any) -> None:
         super().__init__()
@@ -109,6 +110,10 @@ class CacheLayer(SlotStore, nn.Module):
             for buffer in self.declared:
                 if buffer.late:
                     setattr(self, buffer.name, buffer.allocate(sizes, self.keys.dtype, self.keys.device))
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        if not self.left_out:
+            super()._load_from_state_dict(*args)
 
     def take_over_(self, work: WorkStore) -> None:
         """Become what ``work`` holds, in place."""

@@ -50,8 +50,8 @@ def check_croppable_rows(tokens: Tensor, croppable: Tensor) -> None:
     if wrong:
         row = wrong[0]
         raise ValueError(
-            f"tokens must be at least 0 and at most {int(croppable[row])} in row {row}, the newest tokens that have seen "
-            f"no compression since, got {int(tokens[row])}"
+            f"tokens must be at least 0 and at most {int(croppable[row])} in row {row}, the newest tokens that have "
+            f"seen no compression since, got {int(tokens[row])}"
         )
 
 
@@ -108,6 +108,11 @@ def check_new_tokens(state: CallState, new: NewTokens) -> None:
     needs_queries = policy.query_window > 0
     _check_new(state, "key", new.key, "B Hkv T Dk", layer.num_kv_heads, layer.head_dim)
     rows, _, tokens, _ = new.key.shape
+    if tokens == 0:
+        raise ValueError(
+            "key must bring at least one new token, got none: pass the tokens that the cache has not seen, or reset() "
+            "it to feed a text anew"
+        )
     if new.query is not None:
         _check_new(state, "query", new.query, "B H T Dk", None, layer.head_dim)
         check.check_size("query", new.query, 2, tokens, "key's tokens")
@@ -138,7 +143,7 @@ def _check_mask_and_positions(state: CallState, new: NewTokens, rows: int, token
     if mask is not None:
         _check_per_token(state, "attention_mask", mask, rows, tokens)
         if mask.dtype != torch.bool:
-            raise TypeError(f"attention_mask must be bool, False for padding, got {mask.dtype}")
+            raise TypeError(f"attention_mask must be bool or integers, False or 0 for padding, got {mask.dtype}")
     if position_ids is not None:
         _check_per_token(state, "position_ids", position_ids, rows, tokens, broadcast=True)
         if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
@@ -164,7 +169,10 @@ def _check_new(state: CallState, name: str, new: Tensor, dims: str, heads: int |
     if new.shape[3] != head_dim:
         raise ValueError(f"{name} must have the cache's head dim {head_dim}, got {new.shape[3]}")
     if new.dtype != keys.dtype:
-        raise TypeError(f"{name} must have the cache's dtype {keys.dtype}, got {new.dtype}")
+        raise TypeError(
+            f"{name} must have the cache's dtype {keys.dtype}, got {new.dtype}: make the cache with "
+            f"dtype={new.dtype}, or cast"
+        )
     if new.device != keys.device:
         raise ValueError(f"{name} must be on the cache's device {keys.device}, got {new.device}")
 
