@@ -464,7 +464,7 @@ def _bad_calls():
         ({"value": None}, TypeError, "value must be a tensor"),
         ({"value": v[..., :5]}, ValueError, "value must have the cache's head dim 8, got 5"),
         ({"value": v[:, :, :2]}, ValueError, "value must have size 3 in dim 2"),
-        ({"attention_mask": mask.long()}, TypeError, "attention_mask must be bool, .* got torch.int64"),
+        ({"attention_mask": mask.float()}, TypeError, "attention_mask must be bool or integers, .* got torch.float32"),
         ({"attention_mask": mask[:, :2]}, ValueError, r"attention_mask must have shape .* \[2, 3\], got \[2, 2\]"),
         ({"attention_mask": holes}, ValueError, "one run of real tokens per row, got 2 in row 1"),
         ({"position_ids": ids[:, :2]}, ValueError, r"position_ids must have shape .* \[2, 3\], got \[2, 2\]"),
