@@ -74,7 +74,7 @@ def advise(
     num_heads: int,
     seq_len: int,
     dtype: torch.dtype = torch.bfloat16,
-    device: str | torch.device | Hardware = "cuda",
+    device: str | torch.device | Hardware | None = None,
     *,
     batch_size: int = 4,
 ) -> Advice:
@@ -96,7 +96,8 @@ def advise(
         seq_len: tokens of query and key.
         dtype: float16, bfloat16 or float32.
         device: ``"a100"``, ``"h100"``, ``"h200"``, a torch device (a GPU is recognized by name, a CPU is measured for a
-            moment), or a :class:`fastattn.advice.Hardware` with figures of your own.
+            moment), or a :class:`fastattn.advice.Hardware` with figures of your own. By default the GPU, or the CPU
+            where there is none.
         batch_size: sequences at once.
 
     Returns:
@@ -112,6 +113,8 @@ def advise(
         raise ValueError(f"hidden_size must be a multiple of num_heads {num_heads}, got {hidden_size}")
     if dtype not in FLOATS or dtype == torch.float64:
         raise TypeError(f"dtype must be float16, bfloat16 or float32, got {dtype}")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     hardware = _resolve(device)
     head_dim = hidden_size // num_heads
     tflops, memory_share = _throughput(hardware, dtype, num_heads, head_dim, seq_len, batch_size)

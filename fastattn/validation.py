@@ -54,11 +54,15 @@ def check_int32(name: str, value: object, shape: tuple[int, ...], dims: str, dev
 def check_written(**tensors: Tensor) -> None:
     """Elements of a tensor that is written in place lie in memory of their own, unlike an expanded tensor's."""
     for name, tensor in tensors.items():
-        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise ValueError(
-                f"{name} must have memory of its own for every element, to be written in place, got an expanded tensor "
-                f"{list(tensor.shape)} with strides {list(tensor.stride())}: call .contiguous()"
-            )
+        reach = 0  # of the dims with smaller strides, from a first element to a last
+        for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+            if size > 1 and stride <= reach and tensor.numel():
+                kind = "an expanded tensor" if stride == 0 else "a tensor that overlaps itself,"
+                raise ValueError(
+                    f"{name} must have memory of its own for every element, to be written in place, got {kind} "
+                    f"{list(tensor.shape)} with strides {list(tensor.stride())}: call .contiguous()"
+                )
+            reach += stride * (size - 1)
 
 
 def check_groups(query: Tensor, key: Tensor, query_name: str = "query", key_name: str = "key") -> None:

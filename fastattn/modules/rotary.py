@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,20 @@ class Rotary(nn.Module):
         angle = self._angles(x, positions)
         return self._rotate_pairs(x, angle.cos() / self.attention_factor, -angle.sin() / self.attention_factor)
 
+    def move(self, x: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        """An ``x [B, H, T, D]`` that was rotated to positions ``source``, rotated to ``target`` instead.
+
+        The angles are those that :meth:`rotate` takes, rounded as they are there; only their difference is taken in
+        float64. Far from the start, where an angle's rounding is a good part of a turn, what was put in comes out.
+
+        Args:
+            x: vectors after rotation.
+            source, target: ``[B, T]`` or ``[B, H, T]``.
+        """
+        exact = self._angles(x, target).double() - self._angles(x, source).double()
+        angle = exact.remainder(2 * math.pi).to(x.dtype if x.dtype == torch.float64 else torch.float32)
+        return self._rotate_pairs(x, angle.cos(), angle.sin())
+
     def shift(self, x: Tensor, offsets: Tensor) -> Tensor:
         """An already rotated ``x [B, H, T, D]`` moved on by ``offsets [B, T]`` or ``[B, H, T]`` positions."""
         angle = self._angles(x, offsets)
@@ -93,7 +108,8 @@ class Rotary(nn.Module):
         half = freq / 2
         tiny = half.sin().abs() < 1e-6
         shrink = torch.where(tiny, 1.0, (count * half).sin() / (count * torch.where(tiny, 1.0, half.sin())))
-        angle = (first.to(wide)[:, None] + (count - 1) / 2) * freq  # [B, m]
+        exact = (first.double()[:, None] + (count - 1) / 2) * self.inv_freq.double()  # [B, m]
+        angle = exact.remainder(2 * math.pi).to(wide)  # far from the start float32 would round it by half a turn
         angle = angle.view(angle.shape[0], *[1] * (x.dim() - 2), angle.shape[1])
         shrink = shrink * self.attention_factor
         return self._rotate_pairs(x, angle.cos() * shrink, angle.sin() * shrink)

@@ -3,6 +3,9 @@
 ``fastattn.ops.reference`` holds their definitions in plain PyTorch under the same names.
 """
 
+import importlib
+from types import ModuleType
+
 from fastattn.ops.attention import attention
 from fastattn.ops.cache import cache_append_, cache_compact_
 from fastattn.ops.decode import decode_attention, latent_decode
@@ -23,3 +26,9 @@ __all__ = [
     "score_key_diff",
     "score_knorm",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name == "reference":
+        return importlib.import_module("fastattn.ops.reference")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}: it has {', '.join(__all__)} and reference")

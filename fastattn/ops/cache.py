@@ -45,6 +45,8 @@ def cache_append_(
     check.check_same_kind("key_cache", key_cache, key=key, value=value)
     check.check_int32("position", position, (key.shape[0], key.shape[2]), "B T", key_cache.device)
     check.check_no_grad("cache_append_", key=key, value=value)
+    if not torch.compiler.is_compiling():
+        key, value, position = _apart(key_cache, value_cache, positions, key, value, position)
     CACHE_APPEND(key_cache, value_cache, positions, lengths, key, value, position)
 
 
@@ -98,8 +100,25 @@ def _check_cache(operator: str, key_cache: Tensor, value_cache: Tensor, position
     check.check_int32("lengths", lengths, tuple(key_cache.shape[:2]), "B Hkv", key_cache.device)
     check.check_no_grad(operator, key_cache=key_cache, value_cache=value_cache)
     # Spelled out: this runs on every step, and a generator would cost it five calls.
-    if 0 in key_cache.stride() or 0 in value_cache.stride() or 0 in positions.stride() or 0 in lengths.stride():
+    if not (
+        key_cache.is_contiguous()
+        and value_cache.is_contiguous()
+        and positions.is_contiguous()
+        and lengths.is_contiguous()
+    ):
         check.check_written(key_cache=key_cache, value_cache=value_cache, positions=positions, lengths=lengths)
+
+
+def _apart(
+    key_cache: Tensor, value_cache: Tensor, positions: Tensor, key: Tensor, value: Tensor, position: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The new tokens, copied where they are a part of what is about to be written."""
+    alias = torch._C._is_alias_of  # type: ignore[attr-defined]
+    if alias(key, key_cache) or alias(key, value_cache):
+        key = key.clone()
+    if alias(value, value_cache) or alias(value, key_cache):
+        value = value.clone()
+    return key, value, position.clone() if alias(position, positions) else position
 
 
 def _fake(*_: object) -> None:

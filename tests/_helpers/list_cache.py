@@ -27,6 +27,8 @@ class Entry:
 class Row:
     heads: list[list[Entry]]
     seen: int = 0
+    next_position: int = 0
+    fresh: int = 0  # tokens appended since the row's last compression
     queries: list[tuple[int, Tensor]] = field(default_factory=list)  # position, [H, D] before rotation
     columns: list[bool] = field(default_factory=list)  # for each column since the last compression: a real token?
 
@@ -56,32 +58,45 @@ class ListCache:
         self.rows = [Row([[] for _ in range(heads)]) for _ in range(rows)]
         self.columns = 0
 
+    def begin(self, position: Tensor) -> None:
+        """What a call does first, given its ``position [B, T]``: a step compresses what is full as it is then."""
+        self.compressed = [False] * len(self.rows)
+        if position.shape[1] > self.max_step:
+            return
+        for b, row in enumerate(self.rows):
+            if (position[b] >= 0).any():
+                self._compress(b, row, self.budget + self.interval, row.next_position, row.queries[-self.window :])
+
     def feed(self, key: Tensor, value: Tensor, raw_query: Tensor, position: Tensor) -> None:
-        """One call: ``[B, heads, T, D]`` each, and ``position [B, T]`` (-1 at padding)."""
+        """The rest of a call: ``[B, heads, T, D]`` each, and ``position [B, T]`` (-1 at padding)."""
         tokens = key.shape[2]
         self.columns += tokens
         step = tokens <= self.max_step
-        compressed = False
+        before = self.compressed
         for b, row in enumerate(self.rows):
             real = [t for t in range(tokens) if position[b, t] >= 0]
-            row.columns += [bool(position[b, t] >= 0) for t in range(tokens)]
+            row.columns = ([] if any(before) else row.columns) + [bool(position[b, t] >= 0) for t in range(tokens)]
+            row.fresh = (0 if before[b] else row.fresh) + len(real)
             if not real:
                 continue
             fed = [(int(position[b, t]), raw_query[b, :, t]) for t in real]
             row.queries = (row.queries + fed)[-(self.window + self.max_step) :] if self.window else []
             row.seen += len(real)
-            next_position = int(position[b, real[-1]]) + 1
+            row.next_position = int(position[b, real[-1]]) + 1
             for h, entries in enumerate(row.heads):
                 entries += [Entry(int(position[b, t]), key[b, h, t], value[b, h, t]) for t in real]
-                limit = self.budget + self.interval if step else self.budget + 1
-                if len(entries) >= limit:
-                    queries = row.queries[-self.window :] if step else fed
-                    scores = self.score(entries, h, next_position, queries)
-                    row.heads[h] = [entries[int(i)] for i in self.keep(scores, self.budget)]
-                    compressed = True
-        if compressed:
-            for row in self.rows:
-                row.columns = []
+            if not step:
+                self._compress(b, row, self.budget + 1, row.next_position, fed)
+        if not step and any(self.compressed):
+            for row, compressed in zip(self.rows, self.compressed, strict=True):
+                row.columns, row.fresh = [], 0 if compressed else row.fresh
+
+    def _compress(self, b: int, row: Row, limit: int, next_position: int, queries: list[tuple[int, Tensor]]) -> None:
+        for h, entries in enumerate(row.heads):
+            if len(entries) >= limit:
+                scores = self.score(entries, h, next_position, queries)
+                row.heads[h] = [entries[int(i)] for i in self.keep(scores, self.budget)]
+                self.compressed[b] = True
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, scale: float) -> Tensor:
         """What the call's queries (rotated) see: everything cached before the call, and the call's own past."""
@@ -102,21 +117,25 @@ class ListCache:
         return out
 
     def croppable(self) -> int:
-        """Newest columns that are real in every row, back to the last compression."""
+        """Newest columns that are real in every row, back to the last compression of any."""
         count = 0
         while all(len(row.columns) > count and row.columns[-1 - count] for row in self.rows):
             count += 1
         return count
 
-    def crop(self, tokens: int) -> None:
-        if not tokens:
-            return
-        self.columns -= tokens
-        for row in self.rows:
-            row.seen -= tokens
-            row.columns = row.columns[:-tokens]
-            row.queries = row.queries[:-tokens]
-            row.heads = [entries[:-tokens] for entries in row.heads]
+    def crop(self, tokens: list[int]) -> None:
+        self.columns -= min(tokens)
+        even = min(tokens) == max(tokens)
+        for row, count in zip(self.rows, tokens, strict=True):
+            row.seen -= count
+            row.fresh -= count
+            row.columns = row.columns[: max(0, len(row.columns) - count)] if even else []
+            if not count:
+                continue
+            row.queries = row.queries[:-count]
+            row.heads = [entries[:-count] for entries in row.heads]
+            # What follows goes on after the newest token left. A row that lost all of them starts anew.
+            row.next_position = max((e.position + 1 for entries in row.heads for e in entries), default=0)
 
     def reorder(self, index: list[int]) -> None:
         columns = [row.columns for row in self.rows]

@@ -89,7 +89,7 @@ def test_numbers_that_the_compiler_would_make_symbols_reach_operators_as_numbers
             for attend, cache in zip((caches[0].attend, step), caches, strict=True):
                 for _ in range(20):
                     attend(0, *new, scale=number)
-                assert int(cache.lengths(0).max()) < 12  # evicted on the way
+                assert int(cache.lengths(0).max()) <= 12  # evicted on the way
             assert torch.equal(caches[0].positions(0), caches[1].positions(0))
 
 

@@ -85,7 +85,7 @@ def test_decoding_2000_tokens_never_holds_more_than_budget_plus_interval(policy)
     window = sum(b.numel() * b.element_size() for n, b in cache.named_buffers() if n.endswith("queries"))
     assert cache.nbytes - before in (0, window)  # only the query window may come with the first call
     assert cache.keys(0).shape[2] == cache.positions(0).shape[2] == 256 + 128
-    assert longest < 256 + 128
+    assert longest == 256 + 128
     assert int(cache.tokens_seen) == 2300
 
 
@@ -316,7 +316,7 @@ class Failing(Policy):
 def test_a_failure_in_the_first_layer_scored_leaves_the_cache_as_it_was(count, error):
     cache = make(Failing(1, error), num_heads=HEADS)
     feed(cache, 16)
-    for seed in range(3):
+    for seed in range(4):
         feed(cache, 1, seed)
     state, window = snapshot(cache), copy.deepcopy(cache)
     with pytest.raises(error):
@@ -332,7 +332,7 @@ def test_a_failure_in_the_first_layer_scored_leaves_the_cache_as_it_was(count, e
 def test_a_failure_in_a_later_layer_makes_the_cache_invalid_until_reset(count):
     cache = make(Failing(2), num_heads=HEADS)
     feed(cache, 16)
-    for seed in range(3):
+    for seed in range(4):
         feed(cache, 1, seed)
     with pytest.raises(KeyError):
         feed(cache, count)
@@ -345,9 +345,12 @@ def test_a_failure_in_a_later_layer_makes_the_cache_invalid_until_reset(count):
 
 def test_a_failure_while_buffers_are_rewritten_makes_the_cache_invalid(monkeypatch):
     cache = make()
+    feed(cache, 16)
+    for seed in range(4):
+        feed(cache, 1, seed)
     monkeypatch.setattr("fastattn.ops.cache_compact_", lambda *a, **k: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(MemoryError):
-        feed(cache, 30)
+        feed(cache, 1)
     with pytest.raises(RuntimeError, match="invalid since layer 0 failed with MemoryError"):
         feed(cache, 1)
 
@@ -356,7 +359,7 @@ def test_a_failure_while_buffers_are_rewritten_makes_the_cache_invalid(monkeypat
 def test_a_failure_after_buffers_were_rewritten_makes_the_cache_invalid(monkeypatch, count):
     cache = make(num_layers=1)
     feed(cache, 16)
-    for seed in range(3):
+    for seed in range(4):
         feed(cache, 1, seed)
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -461,7 +464,7 @@ def _bad_calls():
         ({"value": None}, TypeError, "value must be a tensor"),
         ({"value": v[..., :5]}, ValueError, "value must have the cache's head dim 8, got 5"),
         ({"value": v[:, :, :2]}, ValueError, "value must have size 3 in dim 2"),
-        ({"attention_mask": mask.long()}, TypeError, "attention_mask must be bool, .* got torch.int64"),
+        ({"attention_mask": mask.float()}, TypeError, "attention_mask must be bool or integers, .* got torch.float32"),
         ({"attention_mask": mask[:, :2]}, ValueError, r"attention_mask must have shape .* \[2, 3\], got \[2, 2\]"),
         ({"attention_mask": holes}, ValueError, "one run of real tokens per row, got 2 in row 1"),
         ({"position_ids": ids[:, :2]}, ValueError, r"position_ids must have shape .* \[2, 3\], got \[2, 2\]"),

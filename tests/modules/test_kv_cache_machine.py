@@ -122,6 +122,7 @@ class CacheMachine(RuleBasedStateMachine):
             key = self.rotary.rotate(self.draw(KV_HEADS, tokens, DIM), position.clamp(min=0))
             value = self.draw(KV_HEADS, tokens, V_DIM)
             query = self.rotary.rotate(raw, position.clamp(min=0))
+            model.begin(position)
             expected = model.attend(query, key, value, position, SCALE)
             model.feed(key, value, raw, position)
             padding = ~real[:, None, :, None]
@@ -171,7 +172,35 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.cache.crop(tokens)
         for model in self.models:
+            model.crop([tokens] * self.rows)
+
+    @rule(data=st.data(), beyond=st.integers(0, 20))
+    def crop_per_row(self, data, beyond):
+        limits = [row.fresh for row in self.models[0].rows]
+        tokens = [data.draw(st.integers(0, min(limit, 6))) for limit in limits]
+        if beyond == 0:
+            tokens[-1] = limits[-1] + 1
+            with pytest.raises(ValueError, match=f"at most {limits[-1]} in row {self.rows - 1}"):
+                self.cache.crop(torch.tensor(tokens))
+            return
+        self.cache.crop(torch.tensor(tokens))
+        for model in self.models:
             model.crop(tokens)
+
+    @rule(data=st.data(), tokens=st.integers(1, 3))
+    def step_and_take_it_back(self, data, tokens):
+        """Always possible, over a compression too."""
+        tokens = min(tokens, self.max_step)
+        self.call(None, tokens, False)
+        if data.draw(st.booleans()):
+            count = data.draw(st.integers(0, tokens))
+            self.cache.crop(count)
+            counts = [count] * self.rows
+        else:
+            counts = data.draw(st.lists(st.integers(0, tokens), min_size=self.rows, max_size=self.rows))
+            self.cache.crop(torch.tensor(counts))
+        for model in self.models:
+            model.crop(counts)
 
     @rule()
     def reset(self):

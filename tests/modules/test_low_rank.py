@@ -381,8 +381,8 @@ def test_calls_that_do_not_fit_are_refused() -> None:
         module(hidden, position_ids=torch.zeros(2, 5))
     with pytest.raises(ValueError, match=r"attention_mask must have the shape .*\[2, 5\], got \[1, 5\]"):
         module(hidden, attention_mask=torch.ones(1, 5, dtype=torch.bool))
-    with pytest.raises(TypeError, match=r"attention_mask must be bool .*, got torch.int64"):
-        module(hidden, attention_mask=torch.ones(2, 5, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"attention_mask must be bool .*, got torch.float32"):
+        module(hidden, attention_mask=torch.ones(2, 5))
     holes = torch.tensor([[True] * 5, [True, False, True, True, True]])
     with pytest.raises(ValueError, match=r"one contiguous stretch of every row, got 2 stretches in row 1"):
         module(hidden, attention_mask=holes)

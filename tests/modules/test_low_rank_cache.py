@@ -372,12 +372,12 @@ def test_kept_latents_are_those_of_the_definition(policy: object) -> None:
 
 
 def test_expected_attention_while_decoding_uses_the_window_of_absorbed_queries() -> None:
-    module, hidden, budget = small_module(), inputs(1, 28), 20
+    module, hidden, budget = small_module(), inputs(1, 29), 20
     keys, queries = _latents(module, hidden[0])
     policy = ExpectedAttention(query_window=6)
     cache = cache_for(module, policy, budget=budget, interval=8)
-    feed(module, cache, hidden, [1] * 28, absorb=None)
-    window = torch.arange(22, 28)
+    feed(module, cache, hidden, [1] * 29, absorb=None)
+    keys, window = keys[:28], torch.arange(22, 28)
     scores = exact.expected_attention(
         keys,
         keys[:, : module.kv_lora_rank],

@@ -129,29 +129,32 @@ def test_all_scores_equal_the_newest_survive() -> None:
         assert kept(cache) == [list(range(30, 40))] * KV_HEADS
 
 
-def test_forty_tokens_one_by_one_under_streaming_llm() -> None:
-    cache = make("streaming_llm", 24, interval=8)
-    feed(cache, Sequence(40), [1] * 40)
-    assert kept(cache) == [[0, 1, 2, 3, *range(20, 40)]] * KV_HEADS
+def test_tokens_one_by_one_under_streaming_llm() -> None:
+    """A full row is compressed by the step after the one that filled it, before that appends."""
+    cache, sequence = make("streaming_llm", 24, interval=8), Sequence(41)
+    feed(cache, sequence, [1] * 40)
+    assert kept(cache) == [[0, 1, 2, 3, *range(12, 40)]] * KV_HEADS
+    cache.attend(0, *(t[:, :, 40:] for t in sequence.rotated(Rotary(INV_FREQ))))
+    assert kept(cache) == [[0, 1, 2, 3, *range(20, 41)]] * KV_HEADS
 
 
 def test_expected_attention_while_decoding_looks_ahead_from_the_position_not_the_window() -> None:
     window, budget, future = 16, 40, 64
     policy = ExpectedAttention(n_future_positions=future, query_window=window)
-    cache, sequence = make(policy, budget, interval=40), Sequence(80)
-    feed(cache, sequence, [1] * 80)
+    cache, sequence = make(policy, budget, interval=40), Sequence(81)
+    feed(cache, sequence, [1] * 81)
     rotary = Rotary(INV_FREQ)
     for head in range(KV_HEADS):
         slots = list(range(80))
         scores = expected_scores(sequence, slots, range(64, 80), head, rotary, n_future=future)
         expected = chosen(slots, scores, budget)
-        assert kept(cache)[head] == expected
+        assert kept(cache)[head] == [*expected, 80]
         # Rotated to the window's own length the answer would be another one.
         wrong = exact_policies.expected_attention(
-            rotary.rotate(sequence.key, sequence.positions)[0, head],
-            sequence.value[0, head],
-            sequence.positions[0],
-            sequence.query[0, 2 * head : 2 * head + 2, 64:],
+            rotary.rotate(sequence.key, sequence.positions)[0, head, :80],
+            sequence.value[0, head, :80],
+            sequence.positions[0, :80],
+            sequence.query[0, 2 * head : 2 * head + 2, 64:80],
             torch.arange(64, 80),
             16,
             INV_FREQ,
@@ -272,11 +275,11 @@ def test_expected_attention_while_decoding(options: dict[str, Any], window: int)
     for now in range(30, 70):
         cache.attend(0, *(t[:, :, now : now + 1] for t in rotated))
         for head in range(KV_HEADS):
-            slots[head] = [*slots[head], now]
             if len(slots[head]) == 28:
-                queries = range(max(0, now + 1 - window), now + 1)
+                queries = range(max(0, now - window), now)
                 scores = expected_scores(sequence, slots[head], queries, head, rotary, **exact_options(options))
                 slots[head] = chosen(slots[head], scores, 20)
+            slots[head] = [*slots[head], now]
         assert kept(cache) == slots, f"after position {now}"
 
 
@@ -298,7 +301,7 @@ def test_sample_form_equals_moment_form() -> None:
             return statistics
 
     for window in (DIM - 1, 30):
-        cache = make(Spy(query_window=window), 20, interval=40, dtype=torch.float64)
+        cache = make(Spy(query_window=window), 20, interval=39, dtype=torch.float64)
         feed(cache, sequence, [1] * 60)
     assert set(scores) == {"moments", "samples"}
     torch.testing.assert_close(scores["samples"], scores["moments"], rtol=1e-10, atol=0)
@@ -325,11 +328,11 @@ def state_of(sequence: Sequence, budget: int, query_positions: list[int]) -> Cac
 
 @pytest.mark.parametrize("covariance", [True, False])
 def test_fewer_than_two_query_samples_use_the_mean_alone(covariance: bool) -> None:
-    cache, sequence = make(ExpectedAttention(query_window=1, use_covariance=covariance), 20, interval=20), Sequence(40)
-    feed(cache, sequence, [1] * 40)
+    cache, sequence = make(ExpectedAttention(query_window=1, use_covariance=covariance), 20, interval=20), Sequence(41)
+    feed(cache, sequence, [1] * 41)
     for head in range(KV_HEADS):
         scores = expected_scores(sequence, list(range(40)), range(39, 40), head, Rotary(INV_FREQ), use_covariance=False)
-        assert kept(cache)[head] == exact_policies.keep(scores, 20)
+        assert kept(cache)[head] == [*exact_policies.keep(scores, 20), 40]
 
 
 @pytest.mark.parametrize("window", [[-1] * 6, [-1, -1, 0, 1, 2, 3], [-1] * 40], ids=["none", "sinks", "none, moments"])
@@ -363,12 +366,12 @@ def test_protected_by_position(policy: type, score: Any, n_sink: int, n_recent: 
     slots: list[list[int]] = [[] for _ in range(KV_HEADS)]
     for now, outcome in enumerate(kept_after_every_step(cache, sequence, 60)):
         for head in range(KV_HEADS):
-            slots[head] = [*slots[head], now]
             if len(slots[head]) == budget + interval:
                 exact = score(key[0, head, slots[head]])
-                protected = exact_policies.protect(exact, torch.tensor(slots[head]), n_sink, n_recent, now + 1)
+                protected = exact_policies.protect(exact, torch.tensor(slots[head]), n_sink, n_recent, now)
                 slots[head] = chosen(slots[head], protected, budget)
-                assert set(slots[head]) >= {*range(n_sink), *range(now + 1 - n_recent, now + 1)}
+                assert set(slots[head]) >= {*range(n_sink), *range(now - n_recent, now)}
+            slots[head] = [*slots[head], now]
         assert outcome == slots, f"after position {now}"
 
 
@@ -470,6 +473,8 @@ def test_rerotation_places_keys_and_queries_at_their_index_in_the_cache(options:
     groups, slots, now = HEADS // KV_HEADS, list[int](), 0
     for size in sizes:
         out = cache.attend(0, *(t[:, :, now : now + size] for t in rotated))
+        if len(slots) == budget + 8:
+            slots = slots[:4] + slots[4 - budget :]
         slots = [*slots, *range(now, now + size)]
         index = torch.arange(len(slots))
         turn = exact_policies.rotations(index, DIM, INV_FREQ, rotary.interleave, 0, rotary.attention_factor)
@@ -480,7 +485,7 @@ def test_rerotation_places_keys_and_queries_at_their_index_in_the_cache(options:
             expected = logits.softmax(-1) @ sequence.value[0, head // groups, slots]
             torch.testing.assert_close(out[0, head], expected, rtol=1e-9, atol=1e-9)
         now += size
-        if (len(slots) > budget and size > 1) or len(slots) == budget + 8:
+        if len(slots) > budget and size > 1:
             slots = slots[:4] + slots[4 - budget :]
         assert kept(cache) == [slots] * KV_HEADS
     original = exact_policies.rotations(
@@ -512,11 +517,14 @@ def test_policies_of_a_latent_cache(policy: str) -> None:
     for size, now in [(24, 0), *((1, n) for n in range(24, tokens))]:
         here = slice(now, now + size)
         cache.attend(0, turned_query[:, :, here], turned_key[:, :, here], scale=0.3)
-        slots = [*slots, *range(now, now + size)]
+        new = [*range(now, now + size)]
         if size == 1 and len(slots) < budget + 10:
+            slots += new
             continue
+        if size > 1:  # compressed after the call, a step before it
+            slots, new, now = slots + new, [], now + size
         keys = turned_key[0, 0, slots]
-        seen = range(now + size)[-10 if size == 1 else -size :]
+        seen = range(now)[-10 if size == 1 else -size :]
         if policy == "expected_attention":
             scores = exact_policies.expected_attention(
                 keys,
@@ -524,7 +532,7 @@ def test_policies_of_a_latent_cache(policy: str) -> None:
                 torch.tensor(slots),
                 query[0][:, seen.start : seen.stop],
                 torch.tensor(list(seen)),
-                now + size,
+                now,
                 rotary.inv_freq,
                 interleave=True,
                 start=rank,
@@ -535,8 +543,8 @@ def test_policies_of_a_latent_cache(policy: str) -> None:
             scores = exact_policies.streaming_llm(torch.tensor(slots))
         else:
             scores = getattr(exact_policies, policy)(keys)
-        slots = chosen(slots, scores, budget)
-        assert kept(cache) == [slots], f"after position {now + size - 1}"
+        slots = chosen(slots, scores, budget) + new
+        assert kept(cache) == [slots], f"with position {now}"
 
 
 # -- a policy of one's own -------------------------------------------------------------------------------------------
@@ -558,9 +566,11 @@ def test_a_policy_is_one_method(sizes: list[int]) -> None:
         norm = sequence.value[0, head].double().norm(dim=-1)
         now = 0
         for size in sizes:
+            if len(slots[head]) == 16:
+                slots[head] = chosen(slots[head], norm[slots[head]], 12)
             slots[head] += range(now, now + size)
             now += size
-            if len(slots[head]) > 12 and (size > 1 or len(slots[head]) == 16):
+            if len(slots[head]) > 12 and size > 1:
                 slots[head] = chosen(slots[head], norm[slots[head]], 12)
     assert kept(cache) == slots
 
@@ -575,8 +585,8 @@ def test_what_a_policy_sees() -> None:
             seen.append((state, state.queries, state.query_valid, state.lengths.clone()))
             return state.positions.float()
 
-    cache, sequence = make(Spy(), 12, interval=3), Sequence(15)
-    feed(cache, sequence, [12, 1, 1, 1])
+    cache, sequence = make(Spy(), 12, interval=3), Sequence(16)
+    feed(cache, sequence, [12, 1, 1, 1, 1])
     assert len(seen) == 1, "it runs only when a row is full"
     state, queries, query_valid, lengths = seen[0]
     assert state.keys.shape == state.values.shape == (1, KV_HEADS, cache.capacity, DIM)
@@ -584,7 +594,7 @@ def test_what_a_policy_sees() -> None:
     assert lengths.tolist() == [[15] * KV_HEADS]
     assert state.tokens_seen.tolist() == state.next_position.tolist() == [15]
     assert query_valid.all()
-    torch.testing.assert_close(queries, sequence.query[:, :, 9:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(queries, sequence.query[:, :, 9:15], rtol=0, atol=1e-5)
     assert torch.equal(state.rotary.inv_freq, INV_FREQ)
 
 
@@ -642,7 +652,7 @@ class Faulty(Policy):
     ],
     ids=["slots", "rank", "float64", "integers", "nothing", "device", "exception"],
 )
-@pytest.mark.parametrize("sizes", [[6, 30], [10, 1, 1]], ids=["prompt", "decoding"])
+@pytest.mark.parametrize("sizes", [[6, 30], [10, 1, 1, 1]], ids=["prompt", "decoding"])
 def test_a_faulty_score_leaves_the_cache_as_it_was(
     result: Any, error: type[Exception], words: str, sizes: list[int]
 ) -> None:
@@ -662,7 +672,8 @@ def test_a_faulty_score_leaves_the_cache_as_it_was(
     cache.policy.result = lambda score: score  # mended, the same call goes through
     for layer in range(2):
         cache.attend(layer, *call)
-    assert kept(cache) == [list(range(sum(sizes) - 10, sum(sizes)))] * KV_HEADS
+    newest = 10 if sizes[-1] > 1 else 11  # a step compresses first
+    assert kept(cache) == [list(range(sum(sizes) - newest, sum(sizes)))] * KV_HEADS
 
 
 def test_nan_scores_rank_lowest_and_warn_once() -> None:
@@ -677,9 +688,9 @@ def test_nan_scores_rank_lowest_and_warn_once() -> None:
     rotated = sequence.rotated(Rotary(INV_FREQ))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for now in range(20, 26):
+        for now in range(20, 25):
             cache.attend(0, *(t[:, :, now : now + 1] for t in rotated))
-    assert kept(cache) == [[1, 2, 4, 5, 7, 8, 10, 11]] * KV_HEADS
+    assert kept(cache) == [[1, 2, 4, 5, 7, 8, 10, 11, 24]] * KV_HEADS
 
 
 def test_nan_beyond_the_lengths_does_not_warn() -> None:

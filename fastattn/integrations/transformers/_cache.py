@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastattn.integrations.transformers import _versions
 from fastattn.integrations.transformers._attention import new_token_mask, previous_attention
+from fastattn.integrations.transformers._drafts import limit_drafts
 from fastattn.integrations.transformers._layers import (
     CompressedLayer,
     ForwardedCache,
@@ -47,8 +48,9 @@ def compressed_cache(
         batch_size: rows; with beams or several returned sequences, rows times those. By default what the first call
             after construction or :meth:`CompressedCache.reset` brings.
         interval: decode steps between two compressions.
-        max_step: most tokens of a call that counts as a decode step. Above 1 the cache serves assisted decoding:
-            it can be cropped while nothing has been evicted since, and ``generate`` does not compile over it.
+        max_step: most tokens of a call that counts as a decode step. Above 1 the cache serves assisted decoding, and
+            ``generate`` does not compile over it. Drafts are cut to ``max_step - 1`` tokens and end where plain
+            decoding would compress, so that the text is plain decoding's.
         dtype: of the cache; must be the dtype of the model's keys, which is the default. Under autocast it may be any:
             queries, keys and values are cast to it.
 
@@ -63,6 +65,7 @@ def compressed_cache(
     """
     policy = resolve_policy(policy)
     hook = switch(model)
+    limit_drafts(model)
     spec = hook.spec
     _check_rotation(model, policy, spec)
     kv = CompressedKVCache(

@@ -320,8 +320,8 @@ def _examine(decoder: Any, hook: CacheHook) -> ModelSpec:
     except RuntimeError as error:
         raise ValueError(
             f"a forward pass of {name} over four tokens with a compressed cache failed ({type(error).__name__}: "
-            f"{error}). Layers that use the attention mask themselves, beside transformers' attention interface, are one "
-            "cause; the error says whether it is theirs"
+            f"{error}). Layers that use the attention mask themselves, beside transformers' attention interface, are "
+            "one cause; the error says whether it is theirs"
         ) from error
 
     slots: list[int | None] = []

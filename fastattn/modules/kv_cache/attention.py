@@ -60,8 +60,9 @@ def _inputs(call: LayerCall, appended: bool) -> tuple[Tensor, Tensor, Tensor]:
         return call.query, call.key, layer.keys
     assert rotary is not None
     slots = torch.arange(layer.keys.shape[2], device=layer.keys.device)
-    cached_key = rotary.shift(layer.keys, slots - layer.positions)
+    cached_key = rotary.move(layer.keys, layer.positions, slots.expand_as(layer.positions))
     before = layer.lengths[:, :1] - (call.real_tokens()[:, None] if appended else 0)
     real = call.position >= 0
-    offset = (before + real.cumsum(1) - 1 - call.position).masked_fill(~real, 0)
-    return rotary.shift(call.query, offset), rotary.shift(call.key, offset), cached_key
+    index = torch.where(real, before + real.cumsum(1) - 1, call.position)
+    query, key = (rotary.move(new, call.position, index) for new in (call.query, call.key))
+    return query, key, cached_key

@@ -51,8 +51,10 @@ class Buffer:
 SHARED_BUFFERS = (
     Buffer("tokens_seen", ("rows",), torch.int64, empty=0),
     Buffer("columns", (), torch.int64, empty=0),
-    # Newest columns that crop() may take back: real for every row, and no compression since.
+    # Newest columns that crop() may take back: real for every row, and no compression since they were appended.
     Buffer("_croppable", (), torch.int64, empty=0),
+    # Newest real tokens of each row that crop() may take back.
+    Buffer("_croppable_rows", ("rows",), torch.int64, empty=0),
     # Which query each place of the ring holds (QueryRing): its count in the row, and its position.
     Buffer("_query_index", ("rows", "ring"), torch.int64, empty=-1),
     Buffer("_query_positions", ("rows", "ring"), torch.int32, empty=-1),

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fastattn.modules.kv_cache.call import LayerCall, NewTokens
-from fastattn.modules.kv_cache.module import CacheModule
+from fastattn.modules.kv_cache.rows import RowCache
 from fastattn.modules.kv_cache.spec import CacheSpec
-from fastattn.modules.kv_cache.storage import load_cache, save_cache
 from fastattn.modules.kv_cache.update import update_layer
-from fastattn.modules.kv_cache.validation import check_layer, check_new_tokens, check_source, row_index
+from fastattn.modules.kv_cache.validation import check_layer, check_new_tokens
 from fastattn.modules.policies import Policy, resolve_policy
 from fastattn.modules.rotary import Rotary
-from fastattn.validation import check_count
 
 
-class CompressedKVCache(CacheModule):
+class CompressedKVCache(RowCache):
     """Keys and values of every layer, kept to ``budget`` tokens per row and head by a policy.
 
     A model calls :meth:`attend` once per layer, in layer order, in place of its attention: the new tokens attend to the
     cache and to each other, are appended, and the layer is compressed where that is due. A call with at most
-    ``max_step`` tokens compresses the rows and heads that have ``budget + interval`` of them; a call with more (a
-    prompt, a chunk, a turn) ends by compressing every row and head above ``budget``. Within the budget nothing is
-    evicted and the result is a full cache's.
+    ``max_step`` tokens begins by compressing the rows and heads that have ``budget + interval`` of them, chosen by what
+    was there before the call, so that what it appends can always be taken back; a call with more (a prompt, a chunk, a
+    turn) ends by compressing every row and head above ``budget``. Within the budget nothing is evicted and the result
+    is a full cache's.
 
     State, all of it buffers: ``keys``, ``values``, ``positions`` and ``lengths`` per layer, of
     ``C = budget + interval + max_step - 1`` slots; ``columns`` (tokens fed, padding included) and ``tokens_seen``
@@ -50,6 +47,8 @@ class CompressedKVCache(CacheModule):
         rotary: the model's rotation; policies that look ahead need it.
         dtype: of keys and values; torch's default dtype by default.
         device: of all buffers.
+        persistent: where the cache is a part of a model, the model's ``state_dict`` holds it. False leaves it out, and
+            loading the model leaves the cache as it is; :meth:`state_dict` of the cache itself is not affected.
 
     Raises:
         TypeError, ValueError: an argument of another type or range, an unknown policy, a budget that the policy cannot
@@ -73,6 +72,7 @@ class CompressedKVCache(CacheModule):
         rotary: Rotary | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        persistent: bool = True,
     ) -> None:
         spec = CacheSpec(
             resolve_policy(policy),
@@ -89,7 +89,7 @@ class CompressedKVCache(CacheModule):
             dtype=dtype,
             rotary=rotary,
         )
-        super().__init__(spec, rotary, device)
+        super().__init__(spec, rotary, device, persistent)
 
     # -- what a model calls ------------------------------------------------------------------------------------------
 
@@ -112,12 +112,12 @@ class CompressedKVCache(CacheModule):
         Args:
             layer: index of the layer; the layers of a call come in order.
             query: ``[B, H, T, Dk]``, rotated as attention takes it (absorbed, for a latent cache). Query, key and value
-                have the cache's dtype.
+                have the cache's dtype; under autocast any float dtype, and are cast to it.
             key: ``[B, Hkv, T, Dk]``, rotated.
             value: ``[B, Hkv, T, Dv]``; None for a latent cache.
             position_ids: integers ``[B, T]`` (or ``[1, T]``), rising over a row's real tokens, on from those in the
                 cache; by default each row's real tokens are counted.
-            attention_mask: bool ``[B, T]``, False for padding; a row's real tokens are contiguous.
+            attention_mask: bool or integer ``[B, T]``, False or 0 for padding; a row's real tokens are contiguous.
             scale: softmax scale, ``Dk ** -0.5`` by default; a latent cache must be given its own.
 
         Returns:
@@ -151,6 +151,7 @@ class CompressedKVCache(CacheModule):
 
     def _take_in(self, new: NewTokens) -> Tensor | None:
         check_layer(self._spec, new.layer)
+        new.convert_(self.dtype)
         state = self._call_state(new.layer)
         check_new_tokens(state, new)
         compiling = torch.compiler.is_compiling()
@@ -166,210 +167,3 @@ class CompressedKVCache(CacheModule):
                 return update_layer(call)
             with self._progress.guard(new.layer, self.num_layers, state.remember):
                 return update_layer(call)
-
-    # -- what changes the whole cache --------------------------------------------------------------------------------
-
-    def reset(self, rows: Tensor | None = None) -> None:
-        """Forget everything, in place; also makes a cache usable again after a call that failed half-way.
-
-        Args:
-            rows: integers ``[N]``: forget these rows only, as though nothing had ever been fed to them. The columns
-                that were fed stay counted. Nothing waits for a device, so it may stand between two compiled steps.
-
-        Raises:
-            TypeError, ValueError: ``rows`` is not that.
-            RuntimeError: rows were given, and the last call stopped half-way.
-        """
-        if rows is not None:
-            self._progress.require_complete()
-            rows = row_index(rows, self.batch_size, self.device, "rows")
-        with torch.no_grad():
-            for buffer, tensor in self._declared_buffers():
-                if buffer.empty is None:
-                    continue
-                if rows is None:
-                    tensor.fill_(buffer.empty)
-                elif buffer.per_row:
-                    tensor.index_fill_(0, rows, buffer.empty)
-            self._croppable.zero_()  # rows of different ages have no newest columns in common
-        if rows is None:
-            self._progress.restart()
-
-    def insert(self, rows: Tensor, source: CompressedKVCache, source_rows: Tensor | None = None) -> None:
-        """Rows of another cache take the place of ``rows``, in place: a request joins a batch that is decoding.
-
-        The other rows stay as they are. Nothing waits for a device, so that it may stand between two compiled steps.
-        ``columns`` becomes the larger of both caches', so that no row has seen more tokens than columns were fed.
-
-        Args:
-            rows: integers ``[N]``, each once: what is replaced.
-            source: a cache of the same layers, capacities and dtype, on any device.
-            source_rows: integers ``[N]``: what replaces them; by default all rows of ``source`` in order.
-
-        Raises:
-            TypeError, ValueError: not that, or a cache of other sizes; nothing has changed then.
-            RuntimeError: the last call of one of the caches stopped half-way.
-        """
-        if not isinstance(source, CompressedKVCache):
-            raise TypeError(f"source must be a CompressedKVCache, got {type(source).__name__}")
-        if source is self:
-            raise ValueError("source must be another cache: reorder() moves rows inside one")
-        self._progress.require_complete()
-        source._progress.require_complete()
-        check_source(self._spec, source._spec, (self.dtype, source.dtype))
-        rows = row_index(rows, self.batch_size, self.device, "rows", distinct=True)
-        if source_rows is None:
-            source_rows = torch.arange(source.batch_size, device=source.device)
-        source_rows = row_index(source_rows, source.batch_size, source.device, "source_rows")
-        if rows.shape != source_rows.shape:
-            raise ValueError(
-                f"rows must name as many rows as come from source, {source_rows.shape[0]}, got {rows.shape[0]}"
-            )
-        if source._holds_queries and not self._holds_queries:
-            self._allocate_queries(source._layer(0).queries.shape[1])  # type: ignore[union-attr]
-        with torch.no_grad():
-            given = source._named_buffers()
-            for name, (buffer, tensor) in self._named_buffers().items():
-                if not buffer.per_row:
-                    continue
-                if name in given:
-                    new = given[name][1].index_select(0, source_rows).to(tensor.device)
-                    tensor.index_copy_(0, rows, new)
-                else:  # queries of a source that was never fed
-                    tensor.index_fill_(0, rows, 0)
-            self.columns.copy_(torch.maximum(self.columns, source.columns.to(self.device)))
-            self._croppable.zero_()
-
-    def reorder(self, index: Tensor) -> None:
-        """Row ``i`` becomes what row ``index[i]`` was (beam search), in place.
-
-        Args:
-            index: integers ``[B]``, each a row.
-
-        Raises:
-            TypeError, ValueError: not that.
-            RuntimeError: the last call stopped half-way.
-        """
-        self._progress.require_complete()
-        index = row_index(index, self.batch_size, self.device)
-        if index.shape[0] != self.batch_size:
-            raise ValueError(f"index must have shape [{self.batch_size}], got {list(index.shape)}")
-        with torch.no_grad():
-            for buffer, tensor in self._declared_buffers():
-                if buffer.per_row:
-                    tensor.copy_(tensor.index_select(0, index))
-
-    def select(self, index: Tensor) -> CompressedKVCache:
-        """A new cache of the rows ``index``, in that order, repeated as often as named.
-
-        Args:
-            index: integers ``[N]``, each a row, at least one.
-
-        Raises:
-            TypeError, ValueError: not that.
-            RuntimeError: the last call stopped half-way.
-        """
-        self._progress.require_complete()
-        index = row_index(index, self.batch_size, self.device)
-        if index.shape[0] == 0:
-            raise ValueError("index must name at least one row, got none")
-        with torch.inference_mode(False), torch.no_grad():
-            arguments = self._spec.arguments(
-                policy=copy.deepcopy(self.policy), batch_size=index.shape[0], dtype=self.dtype
-            )
-            chosen = CompressedKVCache(**arguments, rotary=self.rotary, device=self.device)
-            for (buffer, new), (_, old) in zip(chosen._declared_buffers(), self._declared_buffers(), strict=True):
-                new.copy_(old.index_select(0, index) if buffer.per_row else old)
-        return chosen
-
-    def crop(self, tokens: int) -> None:
-        """Take back the newest ``tokens`` real tokens of every row, and as many columns, in place.
-
-        Args:
-            tokens: how many, at least 0.
-
-        Raises:
-            TypeError: not an integer.
-            ValueError: a row has fewer, a compression of any row came later, or those columns were padding for some
-                row; then nothing changes.
-            RuntimeError: the last call stopped half-way.
-        """
-        check_count("tokens", tokens, 0)
-        self._progress.require_complete()
-        if tokens == 0:
-            return
-        if int(self._croppable) < tokens:
-            raise ValueError(
-                f"tokens must be at most {int(self._croppable)}, the newest columns that hold a real token of every "
-                f"row and have seen no compression since, got {tokens}"
-            )
-        with torch.no_grad():
-            for layer in self._all_layers():
-                layer.lengths.sub_(tokens)
-                layer.forget_beyond_lengths_()
-            for counter in (self.tokens_seen, self.columns, self._croppable):
-                counter.sub_(tokens)
-            self._ring().forget_from_(self.tokens_seen)
-
-    # -- stored prefixes ---------------------------------------------------------------------------------------------
-
-    def save(self, path: str | Path, fingerprint: str = "") -> None:
-        """Write the cache to one safetensors file: every buffer cut to what is filled, and what it was made for.
-
-        The file is written under a temporary name and renamed: at ``path`` stands the old file or the whole new one.
-
-        Args:
-            path: of the file.
-            fingerprint: says what computed the keys (a model, its weights); :meth:`load` compares it.
-
-        Raises:
-            ImportError: the package safetensors is missing.
-            RuntimeError: the last call stopped half-way.
-        """
-        self._progress.require_complete()
-        arguments = self._spec.arguments(dtype=str(self.dtype).removeprefix("torch."))
-        save_cache(Path(path), arguments, self.rotary, self._named_buffers(), fingerprint)
-
-    @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        batch_size: int | None = None,
-        *,
-        policy: Policy | None = None,
-        fingerprint: str | None = None,
-    ) -> CompressedKVCache:
-        """A cache that goes on exactly as the one that was saved to ``path``.
-
-        Args:
-            path: of a file that :meth:`save` wrote.
-            device: of the new cache; the CPU by default.
-            dtype: of keys and values; the saved one by default.
-            batch_size: a cache of one row is repeated as often; by default the rows that were saved.
-            policy: in place of the saved one; needed where that is of a class that fastattn does not have.
-            fingerprint: what the file must have been saved with; None does not look.
-
-        Raises:
-            ImportError: the package safetensors is missing.
-            TypeError, ValueError: not such a file, a damaged or altered one, of a newer format, with another
-                fingerprint, or of more than one row where ``batch_size`` is given.
-        """
-        saved = load_cache(Path(path), fingerprint)
-        arguments = saved.arguments(policy)
-        rows = arguments["batch_size"]
-        if batch_size is not None:
-            check_count("batch_size", batch_size, 1)
-            if rows not in (1, batch_size):
-                raise ValueError(
-                    f"batch_size must be {rows}, or the file hold one row to be repeated, got {batch_size}"
-                )
-            arguments["batch_size"] = batch_size
-        if dtype is not None:
-            arguments["dtype"] = dtype
-        with torch.inference_mode(False), torch.no_grad():
-            cache = cls(**arguments, device=device)
-            for name, (buffer, tensor) in cache._named_buffers().items():
-                saved.fill_(name, buffer, tensor)
-        return cache

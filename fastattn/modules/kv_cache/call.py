@@ -35,6 +35,22 @@ class NewTokens:
     scale: float | None
     attend: bool
 
+    def convert_(self, dtype: torch.dtype) -> None:
+        """A mask of integers becomes one of bools and, under autocast, query, key and value take the cache's ``dtype``.
+
+        Under autocast projections come in its dtype, and what was rotated or normed in a wider one.
+        """
+        mask = self.attention_mask
+        if isinstance(mask, Tensor) and not mask.is_floating_point() and not mask.is_complex():
+            self.attention_mask = mask.bool()
+        if isinstance(self.key, Tensor) and torch.is_autocast_enabled(self.key.device.type):
+            self.query, self.value = _cast(self.query, dtype), _cast(self.value, dtype)
+            self.key = self.key.to(dtype) if self.key.is_floating_point() else self.key
+
+
+def _cast(part: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return part.to(dtype) if isinstance(part, Tensor) and part.is_floating_point() else part
+
 
 class LayerCall:
     """Lives as long as one layer's part of a call; holds what its steps share.
@@ -78,6 +94,15 @@ class LayerCall:
     def real_tokens(self) -> Tensor:
         """Real tokens of each row, int64 ``[B]``."""
         return (self.position >= 0).sum(1)
+
+    def brings_tokens(self) -> Tensor:
+        """Whether a row has a real token in this call, bool ``[B, 1]``."""
+        return (self.position >= 0).any(1, keepdim=True)
+
+    @property
+    def is_step(self) -> bool:
+        """The call counts as a decode step."""
+        return self.tokens <= self.state.layer.spec.max_step
 
     def mark_rewritten(self) -> None:
         """From here on, until the call is over, a failure cannot be undone: what is not appended to is rewritten."""

@@ -24,6 +24,11 @@ from fastattn.modules.kv_cache.validation import (
 from fastattn.modules.policies import Policy
 from fastattn.modules.rotary import Rotary
 
+# What transformers asks a cache for first.
+_NAMES_OF_TRANSFORMERS = frozenset(
+    {"is_compileable", "get_seq_length", "get_mask_sizes", "get_max_cache_shape", "activate_past_recording"}
+)
+
 
 class CacheModule(nn.Module):
     """State of :class:`CompressedKVCache`, all of it buffers, and what there is to read of it."""
@@ -31,11 +36,17 @@ class CacheModule(nn.Module):
     tokens_seen: Tensor
     columns: Tensor
     _croppable: Tensor
+    _croppable_rows: Tensor
     _query_index: Tensor
     _query_positions: Tensor
 
-    def __init__(self, spec: CacheSpec, rotary: Rotary | None, device: torch.device | str | None) -> None:
+    def __init__(
+        self, spec: CacheSpec, rotary: Rotary | None, device: torch.device | str | None, persistent: bool
+    ) -> None:
         super().__init__()
+        if not isinstance(persistent, bool):
+            raise TypeError(f"persistent must be a bool, got {type(persistent).__name__}")
+        self.persistent = persistent
         self._spec = spec
         self._progress = Progress()
         dtype = spec.dtype or torch.get_default_dtype()
@@ -192,6 +203,7 @@ class CacheModule(nn.Module):
             tokens_seen=self.tokens_seen,
             columns=self.columns,
             croppable=self._croppable,
+            croppable_rows=self._croppable_rows,
             ring=self._ring(),
             progress=self._progress,
         )
@@ -205,6 +217,12 @@ class CacheModule(nn.Module):
 
     # -- saving, loading, copying, moving ----------------------------------------------------------------------------
 
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        """As ``nn.Module``'s. A model's, where the cache is a part of it, lacks a cache that is not persistent."""
+        if prefix and not self.persistent:
+            return kwargs.get("destination")
+        return super().state_dict(*args, prefix=prefix, **kwargs)
+
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As ``nn.Module``'s, but refuses a state of other shapes, or names if ``strict``, before copying anything."""
         check_saved(self._spec, self.state_dict(), state_dict, "", strict)
@@ -213,6 +231,11 @@ class CacheModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """What loading does to a cache, also where it is a part of the model that is loaded."""
+        left_out = bool(prefix) and not self.persistent
+        for layer in self._all_layers():  # they are loaded next
+            layer.left_out = left_out
+        if left_out:
+            return
         check_saved(self._spec, self.state_dict(), state_dict, prefix, strict=False)
         for name, layer in zip(queries_names(self._spec, prefix), self._all_layers(), strict=False):
             if name in state_dict and layer.queries is None:
@@ -246,6 +269,17 @@ class CacheModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         with torch.inference_mode(False):
             return super()._apply(fn, recurse)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _NAMES_OF_TRANSFORMERS:
+            raise AttributeError(
+                f"a {type(self).__name__} is no transformers cache (no {name}): pass generate() and models of "
+                "transformers what fastattn.integrations.transformers.compressed_cache(model, ...) gives"
+            )
+        return super().__getattr__(name)
 
     def extra_repr(self) -> str:
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -27,6 +28,28 @@ class Progress:
         self._thread = 0  # the thread of the call that has come to the next layer
         self.rewritten = False
         self.warned_nan = False
+        self._owners: dict[int, weakref.ref[object]] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        """Of a copy, which other modules may use."""
+        return self.__dict__ | {"_owners": {}}
+
+    def claim(self, layer: int, module: object) -> None:
+        """Note that ``module`` uses ``layer``; until the cache is emptied no other may.
+
+        Raises:
+            ValueError: another one does.
+        """
+        owner = self._owners.get(layer)
+        held = None if owner is None else owner()
+        if held is None:
+            self._owners[layer] = weakref.ref(module)
+        elif held is not module:
+            raise ValueError(
+                f"layer must be one that no other module uses, got {layer}, which belongs to another "
+                f"{type(held).__name__}: make one cache for all layers, make_cache(num_layers=...), and give each "
+                "module its own layer=, in order"
+            )
 
     @property
     def complete(self) -> bool:
@@ -36,6 +59,7 @@ class Progress:
     def restart(self) -> None:
         """The cache is empty or freshly loaded."""
         self._next_layer, self._broken, self.rewritten = 0, None, False
+        self._owners.clear()
 
     def require_complete(self) -> None:
         """Raise unless the last call went through all layers."""

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from fastattn.modules.kv_cache.call import LayerCall
-from fastattn.modules.kv_cache.state import SlotStore
+from fastattn.modules.kv_cache.state import CacheLayer, SlotStore
 from fastattn.modules.policies import CacheState, QueryWindow
 
 
 def policy_scores(
     call: LayerCall,
     store: SlotStore,
+    lengths: Tensor,
     min_length: int,
     window: Callable[[], QueryWindow | None],
     call_queries: QueryWindow | None,
@@ -26,7 +27,8 @@ def policy_scores(
 
     Args:
         call: the call.
-        store: the layer, or the store that the call's prompt was appended to.
+        store: the layer as it was before a step, or the store that the call's prompt was appended to.
+        lengths: the store's, but 0 for rows that must not be compressed.
         min_length: rows and heads with as many tokens are about to be compressed.
         window: gives the newest queries, for a policy that looks at them.
         call_queries: the queries of a prompt.
@@ -35,15 +37,16 @@ def policy_scores(
         ``[B, Hkv, C]``.
     """
     policy = call.state.spec.policy
+    before = isinstance(store, CacheLayer)
 
     def score() -> Tensor:
         state = CacheState(
             keys=store.keys,
             values=store.visible_values,
             positions=store.positions,
-            lengths=store.lengths,
-            tokens_seen=call.state.tokens_seen + call.real_tokens(),
-            next_position=call.position.amax(1).to(torch.int64) + 1,
+            lengths=lengths,
+            tokens_seen=call.state.tokens_seen + (0 if before else call.real_tokens()),
+            next_position=(store.newest_position() if before else call.position.amax(1)).to(torch.int64) + 1,
             scale=call.scale,
             rotary=call.state.rotary,
             min_length=min_length,
@@ -53,12 +56,12 @@ def policy_scores(
         )
         # The comment is for whoever's policy cannot be compiled: the error shows this line.
         scores = policy.score(state)  # write it branch-free, like torch.where(state.positions < 4, torch.inf, size)
-        return _checked(call, scores, store)
+        return _checked(call, scores, store, lengths)
 
     with _without_autocast(call.key.device.type):
         if min_length == 0 or call.on_host:  # on the host the caller has already looked
             return score()
-        full = (store.lengths >= min_length).any()
+        full = (lengths >= min_length).any()
         if store.keys.device.type == "cpu":  # compiled: a branch in the graph, except around a single operator
             if policy.predicated and not policy.query_window:
                 return score()
@@ -84,7 +87,7 @@ def _score_dtype(key: Tensor) -> torch.dtype:
     return torch.float64 if key.dtype == torch.float64 else torch.float32
 
 
-def _checked(call: LayerCall, scores: Any, store: SlotStore) -> Tensor:
+def _checked(call: LayerCall, scores: Any, store: SlotStore, lengths: Tensor) -> Tensor:
     """``scores``, once they are known to be what a policy must return. NaN is warned of once."""
     name, shape = f"{type(call.state.spec.policy).__name__}.score", store.positions.shape
     if not isinstance(scores, Tensor):
@@ -99,7 +102,7 @@ def _checked(call: LayerCall, scores: Any, store: SlotStore) -> Tensor:
     if not call.on_host or progress.warned_nan:
         return scores
     # Beyond the lengths a score may be anything.
-    valid = torch.arange(shape[2], device=store.lengths.device) < store.lengths[..., None]
+    valid = torch.arange(shape[2], device=lengths.device) < lengths[..., None]
     if bool((scores.isnan() & valid).any()):
         progress.warned_nan = True
         warnings.warn(f"{name} returned NaN; tokens with a NaN score rank lowest", stacklevel=2)

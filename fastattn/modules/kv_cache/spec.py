@@ -42,7 +42,7 @@ class LayerSpec:
 
     @property
     def full_length(self) -> int:
-        """A decode step compresses rows and heads with as many tokens."""
+        """A decode step begins by compressing rows and heads with as many tokens."""
         return self.budget + self.interval
 
     @property

@@ -44,13 +44,26 @@ class SlotStore:
         value = key[..., :0] if value is None else value
         ops.cache_append_(self.keys, self.values, self.positions, self.lengths, key, value, position)
 
-    def compact_(self, scores: Tensor, min_length: int) -> None:
-        """Keep the best ``budget`` slots of rows and heads with at least ``min_length``."""
+    def newest_position(self) -> Tensor:
+        """Position of each row's newest token, int32 ``[B]``, -1 where there is none.
+
+        Heads may have let go of it, but not one that has more than its budget.
+        """
+        newest = (self.lengths - 1).clamp(min=0)[..., None].to(torch.int64)
+        return self.positions.gather(2, newest)[..., 0].amax(1)
+
+    def compact_(self, scores: Tensor, min_length: int, lengths: Tensor) -> None:
+        """Keep the best ``budget`` slots of rows and heads with at least ``min_length``.
+
+        ``lengths`` are the store's own, or a copy of them that is 0 for rows that stay as they are.
+        """
         further = [b for b in self.slot_buffers if b.name not in ("keys", "values", "positions")]
         before = self.positions.clone() if further else None
         ops.cache_compact_(
-            self.keys, self.values, self.positions, self.lengths, scores, self.spec.budget, min_length=min_length
+            self.keys, self.values, self.positions, lengths, scores, self.spec.budget, min_length=min_length
         )
+        if lengths is not self.lengths:
+            self.lengths.copy_(torch.where(lengths > 0, lengths, self.lengths))
         if before is not None:
             self._follow_(further, before)
 
@@ -79,6 +92,7 @@ class CacheLayer(SlotStore, nn.Module):
     """The buffers of one layer, as :func:`layer_buffers` declares them."""
 
     queries: Tensor | None
+    left_out = False  # of the state that is being loaded
 
     def __init__(self, spec: LayerSpec, rows: int, dtype: torch.dtype, device: Any) -> None:
         super().__init__()
@@ -97,12 +111,16 @@ class CacheLayer(SlotStore, nn.Module):
                 if buffer.late:
                     setattr(self, buffer.name, buffer.allocate(sizes, self.keys.dtype, self.keys.device))
 
-    def take_over_(self, work: WorkStore, lengths: Tensor) -> None:
-        """Become what ``work`` holds, with ``lengths``, in place."""
+    def _load_from_state_dict(self, *args: Any) -> None:
+        if not self.left_out:
+            super()._load_from_state_dict(*args)
+
+    def take_over_(self, work: WorkStore) -> None:
+        """Become what ``work`` holds, in place."""
         for buffer in self.slot_buffers:
             tensor: Tensor = getattr(self, buffer.name)
             tensor.copy_(getattr(work, buffer.name)[:, :, : tensor.shape[2]])
-        self.lengths.copy_(lengths)
+        self.lengths.copy_(work.lengths)
 
 
 class WorkStore(SlotStore):
@@ -137,6 +155,7 @@ class CallState:
         tokens_seen: int64 ``[B]``, real tokens fed to each row before the call.
         columns: int64, tokens fed, padding included.
         croppable: int64, newest columns that may be taken back.
+        croppable_rows: int64 ``[B]``, newest tokens of each row that may be taken back.
         ring: which queries the layers hold.
         progress: marks the cache half-written.
     """
@@ -148,6 +167,7 @@ class CallState:
     tokens_seen: Tensor
     columns: Tensor
     croppable: Tensor
+    croppable_rows: Tensor
     ring: QueryRing
     progress: Progress
 

@@ -9,7 +9,7 @@ from fastattn.modules.kv_cache.attention import attend_after_append, attend_to_c
 from fastattn.modules.kv_cache.call import LayerCall
 from fastattn.modules.kv_cache.query_ring import QueryRing, write_queries_
 from fastattn.modules.kv_cache.scoring import policy_scores
-from fastattn.modules.kv_cache.state import SlotStore, WorkStore
+from fastattn.modules.kv_cache.state import WorkStore
 from fastattn.modules.policies import QueryWindow
 
 
@@ -17,7 +17,7 @@ def update_layer(call: LayerCall) -> Tensor | None:
     """Take in the new tokens, and return their attention if the call wants it."""
     state = call.state
     before = state.layer.lengths.clone() if state.is_last else None
-    if call.tokens <= state.layer.spec.max_step:
+    if call.is_step:
         out = _step(call)
     else:
         out = attend_to_cache_and_call(call) if call.attend else None
@@ -28,8 +28,9 @@ def update_layer(call: LayerCall) -> Tensor | None:
 
 
 def _step(call: LayerCall) -> Tensor | None:
-    """A decode step: append in place, attend to the slots, compress the rows and heads that are full."""
+    """A decode step: compress the rows and heads that are full, append in place, attend to the slots."""
     layer = call.state.layer
+    _compress_full(call)
     # With padding among several tokens the newest slots of a row are not the queries' own.
     append_first = call.mask is None or call.tokens == 1
     out = None if append_first or not call.attend else attend_to_cache_and_call(call)
@@ -38,12 +39,20 @@ def _step(call: LayerCall) -> Tensor | None:
         out = attend_after_append(call)
     if layer.queries is not None and call.query is not None:
         _store_queries(call, layer.queries, call.query)
-    full = layer.spec.full_length
-    if call.on_host and int(layer.lengths.amax()) < full:
-        return out
-    scores = policy_scores(call, layer, full, lambda: _newest_queries(call, layer.queries, call.state.ring), None)
-    _compress(call, layer, scores, full)
     return out
+
+
+def _compress_full(call: LayerCall) -> None:
+    """Compress what is full before a step appends, so that what it appends can always be taken back."""
+    layer, full = call.state.layer, call.state.layer.spec.full_length
+    lengths = layer.lengths if call.mask is None else torch.where(call.brings_tokens(), layer.lengths, 0)
+    if call.on_host and int(lengths.amax()) < full:
+        return
+    scores = policy_scores(
+        call, layer, lengths, full, lambda: _newest_queries(call, layer.queries, call.state.ring), None
+    )
+    call.mark_rewritten()
+    layer.compact_(scores, full, lengths)
 
 
 def _take_in_prompt(call: LayerCall) -> None:
@@ -51,38 +60,35 @@ def _take_in_prompt(call: LayerCall) -> None:
     state, layer = call.state, call.state.layer
     work = WorkStore(layer, call.tokens)
     work.append_(call.key, call.value, call.position)
-    filled = work.lengths
     # A row that brings no real token is left as it is: to the compression it looks empty.
-    active = (call.position >= 0).any(1)[:, None]
-    work.lengths = torch.where(active, filled, 0)
+    lengths = torch.where(call.brings_tokens(), work.lengths, 0)
     queries, ring = _queries_after_call(call)
-    if not (call.on_host and int(work.lengths.amax()) <= layer.spec.budget):
+    if not (call.on_host and int(lengths.amax()) <= layer.spec.budget):
         call_queries = None if call.query is None else QueryWindow(call.query, call.position)
         window = _newest_queries(call, queries, ring)
-        scores = policy_scores(call, work, 0, lambda: window, call_queries)
-        _compress(call, work, scores, 0)
+        scores = policy_scores(call, work, lengths, 0, lambda: window, call_queries)
+        work.compact_(scores, 0, lengths)
     call.mark_rewritten()
-    layer.take_over_(work, torch.where(active, work.lengths, filled))
+    layer.take_over_(work)
     if queries is not None and layer.queries is not None:
         layer.queries.copy_(queries)
         state.ring.copy_(ring)
 
 
-def _compress(call: LayerCall, store: SlotStore, scores: Tensor, min_length: int) -> None:
-    call.mark_rewritten()
-    store.compact_(scores, min_length)
-
-
 def _advance_counters(call: LayerCall, before: Tensor) -> None:
     """Count the call, whose last layer had the lengths ``before``."""
     state, real = call.state, call.real_tokens()
+    compressed = (state.layer.lengths != before + real[:, None]).any(1)
+    # A step compresses before it appends, a prompt after: what the call brought is then still there, or may not be.
+    left = real if call.is_step else torch.zeros_like(real)
+    trailing = state.columns.new_full((), call.tokens)
     unbroken = state.croppable + call.tokens
     if call.mask is not None:
         trailing = (call.position >= 0).all(0).flip(0).cumprod(0).sum()
         unbroken = torch.where(trailing == call.tokens, unbroken, trailing)
-    compressed = (state.layer.lengths != before + real[:, None]).any()
     call.mark_rewritten()
-    state.croppable.copy_(torch.where(compressed, 0, unbroken))
+    state.croppable.copy_(torch.where(compressed.any(), trailing if call.is_step else 0, unbroken))
+    state.croppable_rows.copy_(torch.where(compressed, left, state.croppable_rows + real))
     state.tokens_seen.add_(real)
     state.columns.add_(call.tokens)
 
@@ -91,11 +97,14 @@ def _advance_counters(call: LayerCall, before: Tensor) -> None:
 
 
 def _store_queries(call: LayerCall, queries: Tensor, query: Tensor) -> None:
-    """Put the new queries into the layer's, and note them in the ring with the first layer."""
+    """Put the new queries into the layer's, and note them in the ring with the last layer.
+
+    Until then the ring says what each layer held before the call, which is what a layer is compressed by.
+    """
     state = call.state
     place, index = state.ring.places(state.tokens_seen, call.position)
     write_queries_(queries, place, query)
-    if state.is_first:
+    if state.is_last:
         state.ring.copy_(state.ring.after_call(place, index, call.position))
 
 

@@ -60,6 +60,26 @@ def check_source(held: CacheSpec, source: CacheSpec, dtypes: tuple[torch.dtype, 
         raise ValueError(f"source must have the cache's {held.num_heads} query heads, got {source.num_heads}")
 
 
+def row_counts(tokens: Tensor, rows: int, device: torch.device) -> Tensor:
+    """``tokens``, one number per row, as int64 on the cache's device."""
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise TypeError(f"tokens must be an integer or integers [B], got {tokens.dtype}")
+    if list(tokens.shape) != [rows]:
+        raise ValueError(f"tokens must be an integer or integers [B] = [{rows}], got {list(tokens.shape)}")
+    return tokens.to(device, torch.int64)
+
+
+def check_croppable_rows(tokens: Tensor, croppable: Tensor) -> None:
+    """Every row can give back as many of its newest tokens."""
+    wrong = ((tokens < 0) | (tokens > croppable)).nonzero().flatten().tolist()
+    if wrong:
+        row = wrong[0]
+        raise ValueError(
+            f"tokens must be at least 0 and at most {int(croppable[row])} in row {row}, the newest tokens that have "
+            f"seen no compression since, got {int(tokens[row])}"
+        )
+
+
 # -- a saved state ---------------------------------------------------------------------------------------------------
 
 
@@ -118,6 +138,11 @@ def check_new_tokens(state: CallState, new: NewTokens) -> None:
     needs_queries = policy.query_window > 0
     _check_new(state, "key", new.key, "B Hkv T Dk", layer.num_kv_heads, layer.head_dim)
     rows, _, tokens, _ = new.key.shape
+    if tokens == 0:
+        raise ValueError(
+            "key must bring at least one new token, got none: pass the tokens that the cache has not seen, or reset() "
+            "it to feed a text anew"
+        )
     if new.query is not None:
         _check_new(state, "query", new.query, "B H T Dk", None, layer.head_dim)
         check.check_size("query", new.query, 2, tokens, "key's tokens")
@@ -148,7 +173,7 @@ def _check_mask_and_positions(state: CallState, new: NewTokens, rows: int, token
     if mask is not None:
         _check_per_token(state, "attention_mask", mask, rows, tokens)
         if mask.dtype != torch.bool:
-            raise TypeError(f"attention_mask must be bool, False for padding, got {mask.dtype}")
+            raise TypeError(f"attention_mask must be bool or integers, False or 0 for padding, got {mask.dtype}")
     if position_ids is not None:
         _check_per_token(state, "position_ids", position_ids, rows, tokens, broadcast=True)
         if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
@@ -174,7 +199,10 @@ def _check_new(state: CallState, name: str, new: Tensor, dims: str, heads: int |
     if new.shape[3] != head_dim:
         raise ValueError(f"{name} must have the cache's head dim {head_dim}, got {new.shape[3]}")
     if new.dtype != keys.dtype:
-        raise TypeError(f"{name} must have the cache's dtype {keys.dtype}, got {new.dtype}")
+        raise TypeError(
+            f"{name} must have the cache's dtype {keys.dtype}, got {new.dtype}: make the cache with "
+            f"dtype={new.dtype}, or cast"
+        )
     if new.device != keys.device:
         raise ValueError(f"{name} must be on the cache's device {keys.device}, got {new.device}")
 

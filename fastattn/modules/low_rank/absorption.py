@@ -56,7 +56,9 @@ class UpProjection:
 
     def expand(self, latent: Tensor, rope_key: Tensor) -> tuple[Tensor, Tensor]:
         """Keys ``[B, H, S, dn + dr]`` and values ``[B, H, S, dv]`` of ``latent [B, S, R]``, ``rope_key [B, S, dr]``."""
-        expanded = self.projection(latent).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, S, dn + dv]
+        expanded = (
+            self.projection(latent.contiguous()).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        )  # [B, H, S, dn + dv]
         key_nope, value = expanded[..., : self.nope_dim], expanded[..., self.nope_dim :]
         shared = rope_key[:, None].expand(-1, self.num_heads, -1, -1)  # one rope key for all heads
         return torch.cat([key_nope, shared], dim=-1), value

@@ -156,7 +156,7 @@ class LowRankAttention(nn.Module):
         Args:
             hidden_states: ``[B, T, hidden_size]`` in the dtype of the weights (any float under autocast).
             position_ids: int ``[B, T]``; by default a row's real tokens are counted, from the cache's on.
-            attention_mask: bool ``[B, T]``, False for padding; a row's real tokens are contiguous.
+            attention_mask: bool or integer ``[B, T]``, False or 0 for padding; a row's real tokens are contiguous.
             cache: a latent cache as :meth:`make_cache` gives; the new tokens are appended, then it compresses itself.
             layer: this module's index in ``cache``.
             causal: tokens attend to themselves and earlier ones only; with a cache always.
@@ -173,11 +173,13 @@ class LowRankAttention(nn.Module):
         """
         check.check_input(hidden_states, self.hidden_size, self.kv_a_proj_with_mqa)
         batch, tokens, _ = hidden_states.shape
+        attention_mask = check.bool_mask(attention_mask)
         check.check_positions(position_ids, hidden_states)
         check.check_mask(attention_mask, hidden_states)
         check.check_absorb(absorb)
         if cache is not None:
             check.check_cache(cache, hidden_states, self.kv_lora_rank, self.qk_rope_head_dim, causal, absorb)
+            check.check_owner(cache, layer, self)
         if position_ids is None:
             position_ids = self._default_positions(batch, tokens, attention_mask, cache, hidden_states.device)
 
@@ -194,9 +196,12 @@ class LowRankAttention(nn.Module):
             check.check_no_grad(new.query_rope, new.latent)
             attend_over = paths.absorbed_over_cache if absorb else paths.expanded_over_cache
             out = attend_over(up, new, self.scale, cache, layer)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return self.o_proj(out.transpose(1, 2).flatten(2).contiguous())
+
+    # Layers are handed contiguous inputs: kernels of quantized ones read memory as it lies.
 
     def _project(self, hidden_states: Tensor, position_ids: Tensor, mask: Tensor | None) -> paths.Projected:
+        hidden_states = hidden_states.contiguous()
         queries = self._queries(hidden_states, position_ids)
         return paths.Projected(*queries, *self._latents(hidden_states, position_ids), position_ids, mask)
 
@@ -205,8 +210,10 @@ class LowRankAttention(nn.Module):
         if self.q_lora_rank is None:
             query = self.q_proj(hidden_states)
         else:
-            latent = self.q_a_proj(hidden_states)
-            query = self.q_b_proj(latent if self.q_a_layernorm is None else self.q_a_layernorm(latent))
+            latent = self.q_a_proj(hidden_states).contiguous()
+            if self.q_a_layernorm is not None:
+                latent = self.q_a_layernorm(latent).contiguous()
+            query = self.q_b_proj(latent)
         query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, T, dn + dr]
         nope, rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         return nope, self.rotary.rotate(rope, position_ids)
@@ -216,7 +223,7 @@ class LowRankAttention(nn.Module):
         compressed = self.kv_a_proj_with_mqa(hidden_states)
         latent, rope_key = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         if self.kv_a_layernorm is not None:
-            latent = self.kv_a_layernorm(latent)
+            latent = self.kv_a_layernorm(latent.contiguous())
         return latent, self.rotary.rotate(rope_key[:, None], position_ids)[:, 0]
 
     @staticmethod

@@ -117,6 +117,9 @@ def _part(
     start: Tensor | None = None,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    if torch.is_autocast_enabled(query.device.type):  # what was rotated, normed or cached may be wider than the rest
+        narrow = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
     out, lse = attention(query, key, value, causal=causal, scale=scale, key_start=start, lengths=end, return_lse=True)
     return out, lse
 

@@ -100,13 +100,26 @@ def check_positions(position_ids: Tensor | None, hidden_states: Tensor) -> None:
     check.check_device("position_ids", position_ids, "hidden_states", hidden_states)
 
 
+def bool_mask(mask: Tensor | None) -> Tensor | None:
+    """A mask of integers, as tokenizers give it, as bool."""
+    if isinstance(mask, Tensor) and not mask.is_floating_point() and not mask.is_complex():
+        return mask.bool()
+    return mask
+
+
+def check_owner(cache: CompressedKVCache, layer: int, module: nn.Module) -> None:
+    """No other module uses this layer of the cache (looked at in eager mode)."""
+    if not torch.compiler.is_compiling():
+        cache._progress.claim(layer, module)
+
+
 def check_mask(mask: Tensor | None, hidden_states: Tensor) -> None:
     """bool ``[B, T]`` whose True stretch is contiguous in every row (looked at in eager mode on a CPU)."""
     if mask is None:
         return
     check.check_tensor("attention_mask", mask, "B T")
     if mask.dtype != torch.bool:
-        raise TypeError(f"attention_mask must be bool (False for padding), got {mask.dtype}")
+        raise TypeError(f"attention_mask must be bool or integers (False or 0 for padding), got {mask.dtype}")
     if mask.shape != hidden_states.shape[:2]:
         raise ValueError(
             f"attention_mask must have the shape [B, T] of hidden_states, {list(hidden_states.shape[:2])}, "

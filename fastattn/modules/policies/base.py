@@ -141,5 +141,7 @@ class Policy(ABC):
         """Raise ``ValueError`` where the policy cannot work with ``budget`` tokens; called when a cache is made."""
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
+        # A policy may be an nn.Module too, whose bookkeeping is none of its options.
+        shown = {name: value for name, value in vars(self).items() if name != "training" and not name.startswith("_")}
+        options = ", ".join(f"{name}={value!r}" for name, value in sorted(shown.items()))
         return f"{type(self).__name__}({options})"
