@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, fields, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ class LayerSpec:
         head_dim: dims of a key.
         v_head_dim: dims of a value.
         latent_rank: the value is the key's first ``latent_rank`` dims; None where it is stored by itself.
+        slot_state: names and dtypes of the numbers that the policy keeps per slot.
     """
 
     budget: int
@@ -33,6 +35,7 @@ class LayerSpec:
     head_dim: int
     v_head_dim: int
     latent_rank: int | None
+    slot_state: tuple[tuple[str, torch.dtype], ...] = ()
 
     @property
     def capacity(self) -> int:
@@ -76,6 +79,7 @@ class CacheSpec:
         for name in ("budget", "num_layers", "num_kv_heads", "head_dim", "batch_size", "interval", "max_step"):
             check_count(name, getattr(self, name), 1)
         check_count("policy.query_window", self.policy.query_window, 0)
+        self._check_slot_state()
         self._check_widths()
         self._check_rotary(rotary)
         if self.dtype is not None and self.dtype not in FLOATS:
@@ -87,6 +91,17 @@ class CacheSpec:
                     f"num_heads must be a multiple of num_kv_heads {self.num_kv_heads}, got {self.num_heads}"
                 )
         self.policy.check(self.budget)
+
+    def _check_slot_state(self) -> None:
+        """Names and dtypes of what the policy keeps per slot."""
+        declared: object = self.policy.slot_state
+        if not isinstance(declared, Mapping):
+            raise TypeError(f"policy.slot_state must map names to dtypes, got {type(declared).__name__}")
+        for name, dtype in declared.items():
+            if not isinstance(name, str) or not name.isidentifier():
+                raise ValueError(f"policy.slot_state must have names that are identifiers, got {name!r}")
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"policy.slot_state[{name!r}] must be a torch.dtype, got {type(dtype).__name__}")
 
     def _check_widths(self) -> None:
         """Dims of keys, values and latents fit together."""
@@ -125,6 +140,11 @@ class CacheSpec:
         """
         return self.policy.query_window + self.max_step if self.policy.query_window else 0
 
+    @property
+    def needs_queries(self) -> bool:
+        """The policy looks at queries."""
+        return self.policy.query_window > 0 or bool(self.policy.slot_state)
+
     def layer(self, index: int) -> LayerSpec:
         """What layer ``index`` holds; today the same for all."""
         return LayerSpec(
@@ -135,6 +155,7 @@ class CacheSpec:
             head_dim=self.head_dim,
             v_head_dim=self.value_dim,
             latent_rank=self.latent_rank,
+            slot_state=tuple(self.policy.slot_state.items()),
         )
 
     def with_num_heads(self, num_heads: int, rotary: Rotary | None) -> CacheSpec:

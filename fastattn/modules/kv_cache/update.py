@@ -8,7 +8,7 @@ from torch import Tensor
 from fastattn.modules.kv_cache.attention import attend_after_append, attend_to_cache_and_call
 from fastattn.modules.kv_cache.call import LayerCall
 from fastattn.modules.kv_cache.query_ring import QueryRing, write_queries_
-from fastattn.modules.kv_cache.scoring import policy_scores
+from fastattn.modules.kv_cache.scoring import observe_queries, policy_scores
 from fastattn.modules.kv_cache.state import SlotStore, WorkStore
 from fastattn.modules.policies import QueryWindow
 
@@ -38,6 +38,8 @@ def _step(call: LayerCall) -> Tensor | None:
         out = attend_after_append(call)
     if layer.queries is not None and call.query is not None:
         _store_queries(call, layer.queries, call.query)
+    if layer.spec.slot_state:
+        observe_queries(call, layer, lambda: _newest_queries(call, layer.queries, call.state.ring))
     full = layer.spec.full_length
     if call.on_host and int(layer.lengths.amax()) < full:
         return out
@@ -52,10 +54,12 @@ def _take_in_prompt(call: LayerCall) -> None:
     work = WorkStore(layer, call.tokens)
     work.append_(call.key, call.value, call.position)
     filled = work.lengths
+    queries, ring = _queries_after_call(call)
+    if layer.spec.slot_state:
+        observe_queries(call, work, lambda: _newest_queries(call, queries, ring))
     # A row that brings no real token is left as it is: to the compression it looks empty.
     active = (call.position >= 0).any(1)[:, None]
     work.lengths = torch.where(active, filled, 0)
-    queries, ring = _queries_after_call(call)
     if not (call.on_host and int(work.lengths.amax()) <= layer.spec.budget):
         call_queries = None if call.query is None else QueryWindow(call.query, call.position)
         window = _newest_queries(call, queries, ring)
