@@ -58,7 +58,10 @@ def prompt(batch: int, count: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "backend"),
     [(name, "aot_eager") for name in POLICIES]
-    + [(name, "inductor") for name in ("knorm", "expected_attention", "a user's", "snap_kv", "h2o")],
+    + [
+        (name, "inductor")
+        for name in ("knorm", "expected_attention", "a user's", "snap_kv", "h2o", "a user's numbers per slot")
+    ],
 )
 def test_decoding_is_one_graph(name, backend):
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ from torch import Tensor
 from fastattn.modules.kv_cache.call import LayerCall
 from fastattn.modules.kv_cache.state import SlotStore
 from fastattn.modules.policies import CacheState, QueryWindow
+from fastattn.ops._realize import realized
 
 
 def policy_scores(
@@ -72,7 +73,7 @@ def observe_queries(call: LayerCall, store: SlotStore, window: Callable[[], Quer
         _check_observed(type(policy).__name__, state.slots, kept)
         empty = ~state.valid  # a token to come begins with zero, whatever the policy wrote there
         for name, tensor in kept.items():
-            tensor.copy_(state.slots[name].masked_fill(empty, 0))
+            tensor.copy_(realized(state.slots[name].masked_fill(empty, 0)))
 
 
 def _check_observed(policy: str, slots: Any, kept: dict[str, Tensor]) -> None:
