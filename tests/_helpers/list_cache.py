@@ -21,6 +21,8 @@ class Entry:
     position: int
     key: Tensor
     value: Tensor
+    mass: float = 0.0  # what a policy keeps per slot
+    queries: int = 0
 
 
 @dataclass
@@ -31,8 +33,10 @@ class Row:
     columns: list[bool] = field(default_factory=list)  # for each column since the last compression: a real token?
 
 
-# Scores of one row and head: (entries, the row, next position, queries that count) -> [T]
-Score = Callable[[list[Entry], int, int, list[tuple[int, Tensor]]], Tensor]
+# Scores of one row and head: (entries, the head, next position, queries that count, all heads' entries) -> [T]
+Score = Callable[[list[Entry], int, int, list[tuple[int, Tensor]], list[list[Entry]]], Tensor]
+# What a call's queries add to what the entries of a head keep: (entries, the head, queries)
+Observe = Callable[[list[Entry], int, list[tuple[int, Tensor]]], None]
 
 
 class ListCache:
@@ -49,8 +53,10 @@ class ListCache:
         interval: int,
         max_step: int,
         window: int,
+        observe: Observe | None = None,
+        whole_window: bool = False,
     ) -> None:
-        self.score, self.keep = score, keep
+        self.score, self.keep, self.observe, self.whole_window = score, keep, observe, whole_window
         self.budget, self.interval, self.max_step, self.window = budget, interval, max_step, window
         self.heads = heads
         self.rows = [Row([[] for _ in range(heads)]) for _ in range(rows)]
@@ -73,10 +79,14 @@ class ListCache:
             next_position = int(position[b, real[-1]]) + 1
             for h, entries in enumerate(row.heads):
                 entries += [Entry(int(position[b, t]), key[b, h, t], value[b, h, t]) for t in real]
+                if self.observe is not None:
+                    self.observe(entries, h, fed)
+            heads = list(row.heads)
+            for h, entries in enumerate(heads):
                 limit = self.budget + self.interval if step else self.budget + 1
                 if len(entries) >= limit:
-                    queries = row.queries[-self.window :] if step else fed
-                    scores = self.score(entries, h, next_position, queries)
+                    queries = row.queries[-self.window :] if step or self.whole_window else fed
+                    scores = self.score(entries, h, next_position, queries, heads)
                     row.heads[h] = [entries[int(i)] for i in self.keep(scores, self.budget)]
                     compressed = True
         if compressed:

@@ -1,4 +1,4 @@
-"""Attention mass: the CPU formulation against the definition in float64. A device's: triton/interpreter/test_mass.py."""
+"""Attention mass on a CPU against the definition in float64. A device's: triton/interpreter/test_mass.py."""
 
 from __future__ import annotations
 

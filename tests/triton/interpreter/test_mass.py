@@ -1,4 +1,4 @@
-"""Attention mass as a device computes it, one query by Expected Attention's kernels, against the definition in float64."""
+"""Attention mass as a device computes it (one query by Expected Attention's kernels) against the definition."""
 
 from __future__ import annotations
 
