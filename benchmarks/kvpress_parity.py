@@ -7,7 +7,8 @@ has kvpress). It hands back the tokens that each press kept and what attention s
 prefill, so that only the policies differ, not two versions of transformers.
 
 kvpress prunes to ``int(T * (1 - ratio))`` tokens with ``topk`` over scores into which it has written its sinks: +1
-above the best for Expected Attention, one against zero for StreamingLLM. Ties go wherever topk puts them.
+above the best for Expected Attention, one against zero for StreamingLLM. Ties go wherever topk puts them. SnapKV has
+kvpress's default window of 64 queries; H2O and Random have no deterministic counterpart of one prefill there.
 """
 
 from __future__ import annotations
@@ -23,14 +24,30 @@ from typing import Any
 import torch
 
 from examples import smollm2
-from fastattn import CompressedKVCache, Rotary
-from fastattn.modules import policy_names
-from tests._helpers.recorded import Difference, Recorded
+from fastattn import (
+    TOVA,
+    CompressedKVCache,
+    ExpectedAttention,
+    KeyDiff,
+    Knorm,
+    Policy,
+    Rotary,
+    SnapKV,
+    StreamingLLM,
+)
+from tests._helpers.recorded import SNAP_KV_WINDOW, Difference, Recorded
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / ".venv-kvpress"
 PACKAGES = ("kvpress==0.5.5", "transformers==5.2.0", "torch==2.13.0")
-POLICIES = policy_names()
+POLICIES: dict[str, Policy] = {
+    "knorm": Knorm(),
+    "streaming_llm": StreamingLLM(),
+    "key_diff": KeyDiff(),
+    "expected_attention": ExpectedAttention(),
+    "snap_kv": SnapKV(window=SNAP_KV_WINDOW),
+    "tova": TOVA(),
+}
 TOKENS = 1024
 RATIOS = (0.5, 0.75)
 
@@ -38,18 +55,19 @@ RATIOS = (0.5, 0.75)
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--python", help="interpreter that has kvpress; by default .venv-kvpress, set up if missing")
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     arguments = parser.parse_args()
     python = arguments.python or os.environ.get("FASTATTN_KVPRESS_PYTHON") or set_up()
     model, tokenizer = smollm2.load()
     input_ids = tokenizer(smollm2.long_text()[:8000], return_tensors="pt").input_ids[:, :TOKENS]
     rotary = Rotary(model.model.rotary_emb.inv_freq)
-    peer = run_peer(python, input_ids)
+    peer = run_peer(python, input_ids, arguments.policies)
     layers = [Recorded(**layer) for layer in peer["recorded"]]
     versions = ", ".join(f"{name} {version}" for name, version in peer["versions"].items())
     print(f"\n{TOKENS} tokens, {len(layers)} layers x {layers[0].key.shape[0]} heads; peer: {versions}")
     print(f"{'policy':<20}{'budget':>8}{'heads':>8}{'equal sets':>12}{'differing tokens':>18}{'within float32':>16}")
     unexplained = 0
-    for policy in POLICIES:
+    for policy in arguments.policies:
         for ratio in RATIOS:
             difference = compare(policy, layers, rotary, peer["kept"][policy, ratio])
             unexplained += difference.tokens - difference.explained
@@ -68,7 +86,7 @@ def compare(policy: str, layers: list[Recorded], rotary: Rotary, peer: list[list
     kv_heads, _, dim = layers[0].key.shape
     budget = len(peer[0][0])
     cache = CompressedKVCache(
-        policy, budget, num_layers=len(layers), num_kv_heads=kv_heads, head_dim=dim, rotary=rotary
+        POLICIES[policy], budget, num_layers=len(layers), num_kv_heads=kv_heads, head_dim=dim, rotary=rotary
     )
     difference = Difference()
     for index, layer in enumerate(layers):
@@ -79,11 +97,11 @@ def compare(policy: str, layers: list[Recorded], rotary: Rotary, peer: list[list
     return difference
 
 
-def run_peer(python: str | Path, input_ids: torch.Tensor) -> dict[str, Any]:
+def run_peer(python: str | Path, input_ids: torch.Tensor, policies: list[str]) -> dict[str, Any]:
     """The peer's answer, computed in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         request, answer = Path(folder) / "request.pt", Path(folder) / "answer.pt"
-        torch.save({"input_ids": input_ids, "ratios": RATIOS}, request)
+        torch.save({"input_ids": input_ids, "ratios": RATIOS, "policies": policies}, request)
         command = [python, "-m", "benchmarks.peers.kvpress_scores", smollm2.folder(), request, answer]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
         subprocess.run([str(part) for part in command], cwd=ROOT, env=environment, check=True)

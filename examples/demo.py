@@ -135,7 +135,8 @@ def plot(results: list[Result], title: str, path: Path) -> None:
 
     full, others = results[0], results[1:]
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
-    colors = dict(zip(POLICIES, ("#0072b2", "#d55e00", "#009e73", "#cc79a7"), strict=True))
+    palette = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#f0e442", "#000000")
+    colors = dict(zip(POLICIES, palette, strict=True))
     for panel, field, label in zip(
         panels, ("loss", "ms_per_token"), ("loss on the next tokens (nats)", "ms per decoded token"), strict=True
     ):

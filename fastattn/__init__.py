@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # for type checkers, which do not read the table below
     from fastattn.advice import advise as advise
     from fastattn.convert import LowRankConfig as LowRankConfig
     from fastattn.convert import to_low_rank_ as to_low_rank_
+    from fastattn.modules import H2O as H2O
+    from fastattn.modules import TOVA as TOVA
     from fastattn.modules import CacheState as CacheState
     from fastattn.modules import CompressedKVCache as CompressedKVCache
     from fastattn.modules import ExpectedAttention as ExpectedAttention
@@ -21,7 +23,10 @@ if TYPE_CHECKING:  # for type checkers, which do not read the table below
     from fastattn.modules import Knorm as Knorm
     from fastattn.modules import LowRankAttention as LowRankAttention
     from fastattn.modules import Policy as Policy
+    from fastattn.modules import Protect as Protect
+    from fastattn.modules import Random as Random
     from fastattn.modules import Rotary as Rotary
+    from fastattn.modules import SnapKV as SnapKV
     from fastattn.modules import StreamingLLM as StreamingLLM
     from fastattn.modules import pyramid_budgets as pyramid_budgets
 
@@ -43,6 +48,11 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "Rotary",
             "StreamingLLM",
             "pyramid_budgets",
+            "TOVA",
+            "SnapKV",
+            "Random",
+            "Protect",
+            "H2O",
         ),
     },
     submodules=("convert", "modules", "ops"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from kvpress import ExpectedAttentionPress, KeyDiffPress, KnormPress, StreamingLLMPress
+from kvpress import ExpectedAttentionPress, KeyDiffPress, KnormPress, SnapKVPress, StreamingLLMPress, TOVAPress
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -22,6 +22,8 @@ PRESSES = {
     "streaming_llm": StreamingLLMPress,
     "key_diff": KeyDiffPress,
     "expected_attention": ExpectedAttentionPress,
+    "snap_kv": SnapKVPress,
+    "tova": TOVAPress,
 }
 
 
@@ -58,7 +60,8 @@ def main() -> None:
     input_ids = request["input_ids"]
     full = prefill(model, input_ids)
     kept = {}
-    for name, press in PRESSES.items():
+    for name in request["policies"]:
+        press = PRESSES[name]
         for ratio in request["ratios"]:
             pruned = prefill(model, input_ids, press(compression_ratio=ratio))
             kept[name, ratio] = [kept_indices(f, p) for f, p in zip(full, pruned, strict=True)]

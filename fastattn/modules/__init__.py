@@ -10,12 +10,17 @@ if TYPE_CHECKING:  # for type checkers, which do not read the table below
     from fastattn.modules.kv_cache import CompressedKVCache as CompressedKVCache
     from fastattn.modules.kv_cache import pyramid_budgets as pyramid_budgets
     from fastattn.modules.low_rank import LowRankAttention as LowRankAttention
+    from fastattn.modules.policies import H2O as H2O
+    from fastattn.modules.policies import TOVA as TOVA
     from fastattn.modules.policies import CacheState as CacheState
     from fastattn.modules.policies import ExpectedAttention as ExpectedAttention
     from fastattn.modules.policies import KeyDiff as KeyDiff
     from fastattn.modules.policies import Knorm as Knorm
     from fastattn.modules.policies import Policy as Policy
+    from fastattn.modules.policies import Protect as Protect
     from fastattn.modules.policies import QueryWindow as QueryWindow
+    from fastattn.modules.policies import Random as Random
+    from fastattn.modules.policies import SnapKV as SnapKV
     from fastattn.modules.policies import StreamingLLM as StreamingLLM
     from fastattn.modules.policies import policy_names as policy_names
     from fastattn.modules.rotary import Rotary as Rotary
@@ -33,6 +38,11 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "Policy",
             "QueryWindow",
             "StreamingLLM",
+            "TOVA",
+            "SnapKV",
+            "Random",
+            "Protect",
+            "H2O",
             "policy_names",
         ),
         "fastattn.modules.rotary": ("Rotary",),

@@ -9,12 +9,14 @@ from types import ModuleType
 from fastattn.ops.attention import attention
 from fastattn.ops.cache import cache_append_, cache_compact_
 from fastattn.ops.decode import decode_attention, latent_decode
+from fastattn.ops.mass import attention_mass
 from fastattn.ops.merge import merge_attention
 from fastattn.ops.qk import qk_scores
 from fastattn.ops.scores import query_moments, score_expected_attention, score_key_diff, score_knorm
 
 __all__ = [
     "attention",
+    "attention_mass",
     "cache_append_",
     "cache_compact_",
     "decode_attention",

@@ -112,6 +112,20 @@ def register(
     return overload
 
 
+def register_opaque(name: str, schema: str, run: Callable[..., Any]) -> Any:
+    """Register ``fastattn::name``, which a compiled graph holds whole on every device, and return its overload.
+
+    ``run`` is PyTorch that gives contiguous results; it serves as the fake as well.
+    """
+    if name in _libraries:
+        _libraries.pop(name)._destroy()
+    library = _libraries[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
+    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", run, lib=library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
 def _make_launcher_visible(
     library: torch.library.Library, qualified: str, overload: Any, launcher: Callable[..., Any]
 ) -> None:

@@ -192,6 +192,28 @@ def score_expected_attention(
     return score.masked_fill(~valid, float("-inf"))
 
 
+def attention_mass(
+    key: Tensor,
+    lengths: Tensor,
+    positions: Tensor,
+    query: Tensor,
+    query_positions: Tensor,
+    *,
+    scale: float,
+    min_length: int = 0,
+) -> Tensor:
+    """See :func:`fastattn.ops.attention_mass`."""
+    valid = _valid_slots(key, lengths)
+    key = _wide(key).masked_fill(~valid[..., None], 0.0)
+    group = query.shape[1] // key.shape[1]
+    query = _wide(query).unflatten(1, (key.shape[1], group))
+    logits = scale * query @ key[:, :, None].mT  # [B, Hkv, G, N, C]
+    causal = positions[:, :, None] <= query_positions[:, None, :, None]
+    visible = (valid[:, :, None] & causal & (query_positions >= 0)[:, None, :, None])[:, :, None]
+    weights = logits.masked_fill(~visible, float("-inf")).softmax(-1).masked_fill(~visible, 0.0)
+    return weights.sum(3).mean(2)
+
+
 def query_moments(query: Tensor, valid: Tensor | None = None, *, min_length: int = 0) -> tuple[Tensor, Tensor]:
     """See :func:`fastattn.ops.query_moments`."""
     query = _wide(query)

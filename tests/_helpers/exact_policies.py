@@ -1,4 +1,4 @@
-"""The four policies in float64, written from their definitions, for one row and one key/value head.
+"""The policies in float64, written from their definitions, for one row and one key/value head.
 
 Nothing here uses fastattn. Rotations are explicit matrices, averages explicit means over positions. Keys are
 ``[T, D]``, values ``[T, Dv]``, positions int ``[T]``, queries before rotation ``[G, N, D]``; all of them valid.
@@ -142,3 +142,79 @@ def keep(scores: Tensor, budget: int) -> list[int]:
         return (False, 0.0, index) if math.isnan(value) else (True, value, index)
 
     return sorted(sorted(range(len(values)), key=rank)[-budget:])
+
+
+# -- what was attended to: SnapKV, TOVA, H2O; and the baseline -------------------------------------------------------
+# Queries here are rotated, ``[G, N, D]`` at ``query_positions [N]``: as attention takes them.
+
+
+def attention_paid(
+    keys: Tensor,
+    positions: Tensor,
+    queries: Tensor,
+    query_positions: Tensor,
+    scale: float,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """``[G, N, T]``: the softmax of every query over the tokens that do not stand behind it, one query at a time."""
+    keys = keys.to(dtype)
+    paid = torch.zeros(*queries.shape[:2], keys.shape[0], dtype=dtype)
+    for w, position in enumerate(query_positions.tolist()):
+        seen = positions <= position
+        for g in range(queries.shape[0]):
+            logits = scale * (keys[seen] * queries[g, w].to(dtype)).sum(-1)
+            weights = (logits - logits.max()).exp()
+            paid[g, w, seen] = weights / weights.sum()
+    return paid
+
+
+def snap_kv(
+    keys: Tensor,
+    positions: Tensor,
+    queries: Tensor,
+    query_positions: Tensor,
+    *,
+    kernel: int = 5,
+    scale: float,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Mean over the window, then of ``kernel`` neighbors before the window, then over the heads; the window +inf."""
+    paid = attention_paid(keys, positions, queries, query_positions, scale, dtype).mean(1)  # [G, T]
+    before = int((positions < query_positions.min()).sum())  # positions rise
+    scores = torch.full((keys.shape[0],), torch.inf, dtype=dtype)
+    reach = kernel // 2
+    for t in range(before):
+        near = paid[:, max(0, t - reach) : min(before, t + reach + 1)]
+        scores[t] = (near.sum(1) / kernel).mean()
+    return scores
+
+
+def tova(keys: Tensor, positions: Tensor, query: Tensor, *, scale: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Of ``keys [Hkv, T, D]`` and the newest query ``[H, D]``: the mean over all heads ``[T]``; the newest +inf."""
+    group = query.shape[0] // keys.shape[0]
+    newest = positions[-1:]
+    paid = [
+        attention_paid(keys[h // group], positions, query[h : h + 1, None], newest, scale, dtype)[0, 0]
+        for h in range(query.shape[0])
+    ]
+    return torch.cat([torch.stack(paid).mean(0)[:-1], torch.full((1,), torch.inf, dtype=dtype)])
+
+
+def h2o(keys: Tensor, positions: Tensor, queries: Tensor, query_positions: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """What one call adds to every token: the mass ``[T]`` that it received, and how many queries stand not before."""
+    mass = attention_paid(keys, positions, queries, query_positions, scale).sum(1).mean(0)
+    return mass, (query_positions[None] >= positions[:, None]).sum(1)
+
+
+def random(positions: Tensor, head: int, layer: int = 0, seed: int = 0) -> Tensor:
+    """A fraction of 1 per token, from a chain of 32-bit mixing steps in Python's integers."""
+
+    def mix(x: int) -> int:
+        x ^= x >> 16
+        x = x * 0x21F0AAAD % 2**32
+        x ^= x >> 15
+        x = x * 0x735A2D97 % 2**32
+        return x ^ (x >> 15)
+
+    base = mix(mix(mix(seed) ^ layer) ^ head)
+    return torch.tensor([(mix(base ^ p) // 2**8) / 2**24 for p in positions.tolist()], dtype=torch.float64)

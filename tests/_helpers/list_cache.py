@@ -21,6 +21,8 @@ class Entry:
     position: int
     key: Tensor
     value: Tensor
+    mass: float = 0.0  # what a policy keeps per slot
+    queries: int = 0
 
 
 @dataclass
@@ -33,8 +35,10 @@ class Row:
     columns: list[bool] = field(default_factory=list)  # for each column since the last compression: a real token?
 
 
-# Scores of one row and head: (entries, the row, next position, queries that count) -> [T]
-Score = Callable[[list[Entry], int, int, list[tuple[int, Tensor]]], Tensor]
+# Scores of one row and head: (entries, the head, next position, queries that count, all heads' entries) -> [T]
+Score = Callable[[list[Entry], int, int, list[tuple[int, Tensor]], list[list[Entry]]], Tensor]
+# What a call's queries add to what the entries of a head keep: (entries, the head, queries)
+Observe = Callable[[list[Entry], int, list[tuple[int, Tensor]]], None]
 
 
 class ListCache:
@@ -51,8 +55,10 @@ class ListCache:
         interval: int,
         max_step: int,
         window: int,
+        observe: Observe | None = None,
+        whole_window: bool = False,
     ) -> None:
-        self.score, self.keep = score, keep
+        self.score, self.keep, self.observe, self.whole_window = score, keep, observe, whole_window
         self.budget, self.interval, self.max_step, self.window = budget, interval, max_step, window
         self.heads = heads
         self.rows = [Row([[] for _ in range(heads)]) for _ in range(rows)]
@@ -65,7 +71,8 @@ class ListCache:
             return
         for b, row in enumerate(self.rows):
             if (position[b] >= 0).any():
-                self._compress(b, row, self.budget + self.interval, row.next_position, row.queries[-self.window :])
+                newest = row.queries[-self.window :] if self.window else []
+                self._compress(b, row, self.budget + self.interval, row.next_position, newest)
 
     def feed(self, key: Tensor, value: Tensor, raw_query: Tensor, position: Tensor) -> None:
         """The rest of a call: ``[B, heads, T, D]`` each, and ``position [B, T]`` (-1 at padding)."""
@@ -85,16 +92,20 @@ class ListCache:
             row.next_position = int(position[b, real[-1]]) + 1
             for h, entries in enumerate(row.heads):
                 entries += [Entry(int(position[b, t]), key[b, h, t], value[b, h, t]) for t in real]
+                if self.observe is not None:
+                    self.observe(entries, h, fed)
             if not step:
-                self._compress(b, row, self.budget + 1, row.next_position, fed)
+                queries = row.queries[-self.window :] if self.whole_window else fed
+                self._compress(b, row, self.budget + 1, row.next_position, queries)
         if not step and any(self.compressed):
             for row, compressed in zip(self.rows, self.compressed, strict=True):
                 row.columns, row.fresh = [], 0 if compressed else row.fresh
 
     def _compress(self, b: int, row: Row, limit: int, next_position: int, queries: list[tuple[int, Tensor]]) -> None:
-        for h, entries in enumerate(row.heads):
+        heads = list(row.heads)  # a policy may look at those of all heads, as they were before any was compressed
+        for h, entries in enumerate(heads):
             if len(entries) >= limit:
-                scores = self.score(entries, h, next_position, queries)
+                scores = self.score(entries, h, next_position, queries, heads)
                 row.heads[h] = [entries[int(i)] for i in self.keep(scores, self.budget)]
                 self.compressed[b] = True
 

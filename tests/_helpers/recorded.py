@@ -10,6 +10,8 @@ from torch import Tensor
 
 from tests._helpers import exact_policies
 
+SNAP_KV_WINDOW = 64  # kvpress's default; ours is the paper's 32
+
 
 @dataclass
 class Recorded:
@@ -54,7 +56,7 @@ def record_prefill(model: Any, input_ids: Tensor) -> list[Recorded]:
 
 
 def scores_of(policy: str, layer: Recorded, head: int, inv_freq: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scores ``[T]`` of one key/value head under a policy's default arguments, computed in ``dtype``."""
+    """Scores ``[T]`` of one key/value head under a policy's default arguments (SnapKV: kvpress's), in ``dtype``."""
     key, value = layer.key[head], layer.value[head]
     positions = torch.arange(key.shape[0])
     if policy == "knorm":
@@ -64,6 +66,12 @@ def scores_of(policy: str, layer: Recorded, head: int, inv_freq: Tensor, dtype: 
     if policy == "streaming_llm":
         return exact_policies.streaming_llm(positions)
     groups = layer.query.shape[0] // layer.key.shape[0]
+    scale = key.shape[1] ** -0.5
+    if policy == "tova":
+        return exact_policies.tova(layer.key, positions, layer.query[:, -1], scale=scale, dtype=dtype)
+    if policy == "snap_kv":
+        window = layer.query[head * groups : (head + 1) * groups, -SNAP_KV_WINDOW:]
+        return exact_policies.snap_kv(key, positions, window, positions[-SNAP_KV_WINDOW:], scale=scale, dtype=dtype)
     queries = layer.unrotated[head * groups : (head + 1) * groups]
     return exact_policies.expected_attention(
         key, value, positions, queries, positions, key.shape[0], inv_freq, dtype=dtype

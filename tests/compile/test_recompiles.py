@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastattn import CompressedKVCache, ExpectedAttention, Policy, Rotary, StreamingLLM
+from fastattn import H2O, CompressedKVCache, ExpectedAttention, Policy, Protect, Rotary, SnapKV, StreamingLLM
 from tests._helpers.compiling import TinyModel, counting, greedy, no_recompiles
 
 pytestmark = pytest.mark.compile
@@ -20,6 +20,19 @@ class LargestValues(Policy):
         return state.values.float().norm(dim=-1) + state.queries.float().mean((1, 2, 3))[:, None, None]
 
 
+class Visits(Policy):
+    """A user's policy with numbers per slot of its own."""
+
+    slot_state = {"size": torch.float32, "calls": torch.int64}  # noqa: RUF012
+
+    def observe(self, state, query):
+        state.slots["size"] = state.slots["size"] + state.keys.float().nan_to_num().square().sum(-1)
+        state.slots["calls"] += state.valid
+
+    def score(self, state):
+        return state.slots["size"] / state.slots["calls"].clamp(min=1)
+
+
 POLICIES = {
     "knorm": "knorm",
     "key_diff": "key_diff",
@@ -28,6 +41,12 @@ POLICIES = {
     "expected_attention": "expected_attention",
     "expected_attention as samples": ExpectedAttention(query_window=4),
     "a user's": LargestValues(),
+    "snap_kv": SnapKV(window=6, kernel=3),
+    "tova": "tova",
+    "h2o": "h2o",
+    "random": "random",
+    "protected": Protect(H2O(n_recent=2), n_sink=2, n_recent=3),
+    "a user's numbers per slot": Visits(),
 }
 
 
@@ -39,7 +58,10 @@ def prompt(batch: int, count: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "backend"),
     [(name, "aot_eager") for name in POLICIES]
-    + [(name, "inductor") for name in ("knorm", "expected_attention", "a user's")],
+    + [
+        (name, "inductor")
+        for name in ("knorm", "expected_attention", "a user's", "snap_kv", "h2o", "a user's numbers per slot")
+    ],
 )
 def test_decoding_is_one_graph(name, backend):
     torch.manual_seed(0)

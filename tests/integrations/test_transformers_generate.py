@@ -13,6 +13,7 @@ from fastattn.integrations.transformers import compressed_cache, prefill
 from fastattn.modules import policy_names
 from tests._helpers.budget import assert_within_budget
 from tests._helpers.hf_models import FAMILIES, distinct_tokens, make_model, ragged_prompt
+from tests._helpers.policy_caches import small
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")]
 
@@ -85,7 +86,7 @@ def test_training_is_unchanged():
 def test_with_eviction_a_padded_row_generates_what_it_generates_alone(family, policy):
     model = make_model(family)
     ids, mask = ragged_prompt()
-    settings = {"policy": policy, "budget": 10, "interval": 3}
+    settings = {"policy": small(policy), "budget": 10, "interval": 3}
     cache = compressed_cache(model, batch_size=3, **settings)
     together = greedy(model, ids, attention_mask=mask, past_key_values=cache)
     for row in range(3):
@@ -103,7 +104,7 @@ def test_with_eviction_a_padded_row_keeps_what_it_keeps_alone(policy, dtype, clo
     model = make_model("llama").to(dtype)
     _, mask = ragged_prompt()
     ids = distinct_tokens(3, 50)
-    settings = {"policy": policy, "budget": 10, "interval": 3}
+    settings = {"policy": small(policy), "budget": 10, "interval": 3}
     cache = compressed_cache(model, batch_size=3, **settings)
     logits = [prefill(model, ids[:, :40].masked_fill(mask == 0, 0), cache, attention_mask=mask)]
     logits += [prefill(model, ids[:, t : t + 1], cache) for t in range(40, 50)]

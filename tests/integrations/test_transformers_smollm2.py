@@ -106,9 +106,9 @@ def test_many_tokens_within_the_budget_equal_the_default_cache(model, prompts):
     expected, logits = generate(model, ids, mask, TOKENS, output_logits=True)
     # Every policy over row 0 alone (it has no padding) and over the padded batch of three.
     caches = [compressed_cache(model, policy, 300, batch_size=rows).kv for policy in POLICIES for rows in (1, 3)]
-    cache = compressed_cache(model, batch_size=16)
+    cache = compressed_cache(model, batch_size=4 * len(POLICIES))
     cache._replace(SideBySide(caches))
-    rows = torch.tensor([0, 0, 1, 2] * 4)
+    rows = torch.tensor([0, 0, 1, 2] * len(POLICIES))
     found, _ = generate(model, ids[rows], mask[rows], TOKENS, past_key_values=cache)
     for policy, part in zip(POLICIES, found.split(4), strict=True):
         assert_same_tokens(part[:1], expected[:1], logits[:1], f"{policy}, batch 1")

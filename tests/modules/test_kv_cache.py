@@ -14,6 +14,7 @@ from fastattn import CompressedKVCache, ExpectedAttention, Knorm, Policy, Rotary
 from fastattn.modules import policy_names
 from fastattn.modules.kv_cache.buffers import Buffer, layer_buffers
 from fastattn.ops import reference
+from tests._helpers.policy_caches import small
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 POLICIES = policy_names()
@@ -59,7 +60,7 @@ def assert_same(cache: CompressedKVCache, state: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("calls", [[24], [9, 8, 7], [5, *[1] * 19]], ids=["prompt", "chunks", "decoding"])
 def test_within_the_budget_it_is_a_full_cache(policy, calls):
-    cache, (q, k, v) = make(policy, 24, num_layers=1), tokens(24)
+    cache, (q, k, v) = make(small(policy), 24, num_layers=1), tokens(24)
     out, start = [], 0
     for count in calls:
         part = slice(start, start + count)
@@ -156,8 +157,8 @@ def test_works_under_inference_mode_however_it_was_made(made_under, used_under):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_default_device_is_not_taken_for_the_device_of_the_tensors(policy):
     with torch.device("meta"):
-        assert make(policy).rotary.inv_freq.is_meta
-    cache, same = make(policy), make(policy)
+        assert make(small(policy)).rotary.inv_freq.is_meta
+    cache, same = make(small(policy)), make(small(policy))
     for count in (20, 1, 1, 1, 1):
         q, k, v = tokens(count)
         for layer in range(2):

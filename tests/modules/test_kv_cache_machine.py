@@ -14,7 +14,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from fastattn import CompressedKVCache, ExpectedAttention, KeyDiff, Knorm, Rotary, StreamingLLM
+from fastattn import (
+    H2O,
+    TOVA,
+    CompressedKVCache,
+    ExpectedAttention,
+    KeyDiff,
+    Knorm,
+    Random,
+    Rotary,
+    SnapKV,
+    StreamingLLM,
+)
 from fastattn.modules import policy_names
 from tests._helpers import exact_policies as exact
 from tests._helpers.list_cache import Entry, ListCache
@@ -25,8 +36,9 @@ SCALE = DIM**-0.5
 FUTURE, SINK = 16, 2
 
 
-def policy_and_score(name: str, window: int):
+def policy_and_score(name: str, window: int, budget: int):
     """The policy, and its float64 score over a list of entries."""
+    window = min(window, budget) if name == "snap_kv" else window
 
     def keys(entries: list[Entry]) -> torch.Tensor:
         return torch.stack([e.key for e in entries])
@@ -34,7 +46,7 @@ def policy_and_score(name: str, window: int):
     def positions(entries: list[Entry]) -> torch.Tensor:
         return torch.tensor([e.position for e in entries])
 
-    def expected(entries, head, next_position, queries):
+    def expected(entries, head, next_position, queries, _):
         group = slice(head * HEADS // KV_HEADS, (head + 1) * HEADS // KV_HEADS)
         return exact.expected_attention(
             keys(entries),
@@ -53,12 +65,50 @@ def policy_and_score(name: str, window: int):
             n_future=FUTURE,
         )
 
+    def rotated(queries):
+        """``[H, N, DIM]`` and positions."""
+        at = torch.tensor([p for p, _ in queries])
+        turn = exact.rotations(at, DIM, INV_FREQ)
+        return torch.einsum("nde,hne->hnd", turn, torch.stack([q for _, q in queries], dim=1)), at
+
+    def group(queries, head):
+        vectors, at = rotated(queries)
+        return vectors[head * HEADS // KV_HEADS : (head + 1) * HEADS // KV_HEADS], at
+
+    def snap_kv(entries, head, _, queries, __):
+        return exact.snap_kv(keys(entries), positions(entries), *group(queries, head), kernel=3, scale=SCALE)
+
+    def tova(entries, head, _, queries, heads):
+        newest = rotated(queries)[0][:, -1]
+        return exact.tova(torch.stack([keys(one) for one in heads]), positions(entries), newest, scale=SCALE)
+
+    def h2o(entries, head, next_position, *_):
+        mean = torch.tensor([e.mass / e.queries for e in entries], dtype=torch.float64)
+        return exact.protect(mean, positions(entries), 0, budget // 2, next_position)
+
     return {
+        "snap_kv": (SnapKV(window, 3), snap_kv),
+        "tova": (TOVA(), tova),
+        "h2o": (H2O(), h2o),
+        "random": (Random(7), None),  # differs between layers: see start
         "knorm": (Knorm(), lambda entries, *_: exact.knorm(keys(entries))),
         "key_diff": (KeyDiff(), lambda entries, *_: exact.key_diff(keys(entries))),
         "streaming_llm": (StreamingLLM(SINK), lambda entries, *_: exact.streaming_llm(positions(entries), SINK)),
         "expected_attention": (ExpectedAttention(FUTURE, SINK, query_window=window), expected),
     }[name]
+
+
+def observe_for_h2o(entries, head, fed):
+    at = torch.tensor([p for p, _ in fed])
+    turned = torch.einsum("nde,hne->hnd", exact.rotations(at, DIM, INV_FREQ), torch.stack([q for _, q in fed], dim=1))
+    own = turned[head * HEADS // KV_HEADS : (head + 1) * HEADS // KV_HEADS]
+    tokens = torch.stack([e.key for e in entries]), torch.tensor([e.position for e in entries])
+    for entry, mass, count in zip(entries, *(x.tolist() for x in exact.h2o(*tokens, own, at, SCALE)), strict=True):
+        entry.mass, entry.queries = entry.mass + mass, entry.queries + count
+
+
+def random_score(layer):
+    return lambda entries, head, *_: exact.random(torch.tensor([e.position for e in entries]), head, layer, 7)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -74,7 +124,7 @@ class CacheMachine(RuleBasedStateMachine):
         seed=st.integers(0, 2**31),
     )
     def start(self, name, rows, budget, interval, max_step, window, seed):
-        policy, score = policy_and_score(name, window)
+        policy, score = policy_and_score(name, window, budget)
         self.rotary = Rotary(INV_FREQ)
         self.rows, self.max_step = rows, max_step
         self.generator = torch.Generator().manual_seed(seed)
@@ -97,7 +147,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.values(layer).fill_(float("nan"))
         self.models = [
             ListCache(
-                score,
+                score or random_score(layer),
                 exact.keep,
                 rows=rows,
                 heads=KV_HEADS,
@@ -105,8 +155,10 @@ class CacheMachine(RuleBasedStateMachine):
                 interval=interval,
                 max_step=max_step,
                 window=policy.query_window,
+                observe=observe_for_h2o if name == "h2o" else None,
+                whole_window=name in ("snap_kv", "tova"),
             )
-            for _ in range(LAYERS)
+            for layer in range(LAYERS)
         ]
 
     def draw(self, heads: int, tokens: int, dim: int) -> torch.Tensor:

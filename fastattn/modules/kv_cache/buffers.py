@@ -20,7 +20,7 @@ class Buffer:
         name: its name in the module and in a saved state.
         dims: what each dim counts: ``rows`` of the batch, ``kv_heads``, ``slots`` of a head, ``heads`` of the query,
             ``ring`` (queries kept), ``key_dim``, ``value_dim``.
-        dtype: None for the dtype of keys and values.
+        dtype: None for the dtype of keys and values; float32 becomes float64 in a float64 cache.
         empty: what it holds where there is no token. None where that may be anything: the buffer is then never cleared.
         late: allocated once the number of query heads is known.
     """
@@ -44,7 +44,13 @@ class Buffer:
     def allocate(self, sizes: Mapping[str, int], dtype: torch.dtype, device: Any) -> Tensor:
         """The empty buffer."""
         shape = [sizes[dim] for dim in self.dims]
-        return torch.full(shape, self.empty or 0, dtype=self.dtype or dtype, device=device)
+        return torch.full(shape, self.empty or 0, dtype=self.resolve_dtype(dtype), device=device)
+
+    def resolve_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The buffer's dtype in a cache whose keys have ``dtype``."""
+        if self.dtype is None or (self.dtype == torch.float32 and dtype == torch.float64):
+            return dtype
+        return self.dtype
 
 
 # What all layers share. A leading underscore: no public name, but a name in saved states.
@@ -71,7 +77,13 @@ _LAYER_BUFFERS = (
 
 def layer_buffers(spec: LayerSpec) -> tuple[Buffer, ...]:
     """What a layer of ``spec`` holds. A further buffer, for all layers or for some, is declared here."""
-    return _LAYER_BUFFERS
+    kept = [Buffer(slot_name(name), ("rows", "kv_heads", "slots"), dtype, empty=0) for name, dtype in spec.slot_state]
+    return (*_LAYER_BUFFERS, *kept)
+
+
+def slot_name(name: str) -> str:
+    """What the buffer of a policy's ``slot_state[name]`` is called: it can't meet a name of the cache's own."""
+    return f"slot_{name}"
 
 
 def layer_sizes(spec: LayerSpec, rows: int) -> dict[str, int]:

@@ -32,7 +32,7 @@ class CompressedKVCache(RowCache):
 
     Args:
         policy: a :class:`Policy` or the name of one: ``"expected_attention"``, ``"knorm"``, ``"streaming_llm"``,
-            ``"key_diff"``.
+            ``"key_diff"``, ``"snap_kv"``, ``"tova"``, ``"h2o"``, ``"random"``.
         budget: tokens kept per row and head: one number for all layers, or one for each.
         num_layers: layers that attend through this cache.
         num_kv_heads: key/value heads per layer.
@@ -155,7 +155,7 @@ class CompressedKVCache(RowCache):
         state = self._call_state(new.layer)
         check_new_tokens(state, new)
         compiling = torch.compiler.is_compiling()
-        if new.query is not None and self.needs_queries and state.layer.queries is None:
+        if new.query is not None and self._spec.ring_size and state.layer.queries is None:
             if compiling:
                 raise ValueError(
                     "num_heads must be given to CompressedKVCache when its first call is compiled, got None"

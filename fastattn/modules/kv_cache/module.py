@@ -126,7 +126,7 @@ class CacheModule(nn.Module):
     @property
     def needs_queries(self) -> bool:
         """The policy looks at queries, so that :meth:`update` must be given them."""
-        return self.policy.query_window > 0
+        return self._spec.needs_queries
 
     # -- what the cache holds ----------------------------------------------------------------------------------------
 

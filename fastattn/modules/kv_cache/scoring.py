@@ -13,6 +13,7 @@ from torch import Tensor
 from fastattn.modules.kv_cache.call import LayerCall
 from fastattn.modules.kv_cache.state import CacheLayer, SlotStore
 from fastattn.modules.policies import CacheState, QueryWindow
+from fastattn.ops._realize import realized
 
 
 def policy_scores(
@@ -37,23 +38,9 @@ def policy_scores(
         ``[B, Hkv, C]``.
     """
     policy = call.state.spec.policy
-    before = isinstance(store, CacheLayer)
 
     def score() -> Tensor:
-        state = CacheState(
-            keys=store.keys,
-            values=store.visible_values,
-            positions=store.positions,
-            lengths=lengths,
-            tokens_seen=call.state.tokens_seen + (0 if before else call.real_tokens()),
-            next_position=(store.newest_position() if before else call.position.amax(1)).to(torch.int64) + 1,
-            scale=call.scale,
-            rotary=call.state.rotary,
-            min_length=min_length,
-            latent=store.spec.latent_rank is not None,
-            window=window(),
-            call=call_queries,
-        )
+        state = _cache_state(call, store, lengths, min_length, window(), call_queries)
         # The comment is for whoever's policy cannot be compiled: the error shows this line.
         scores = policy.score(state)  # write it branch-free, like torch.where(state.positions < 4, torch.inf, size)
         return _checked(call, scores, store, lengths)
@@ -70,6 +57,74 @@ def policy_scores(
         if policy.predicated or call.compiling or bool(full):
             return score()
         return _no_score(store)
+
+
+def observe_queries(call: LayerCall, store: SlotStore, window: Callable[[], QueryWindow | None]) -> None:
+    """Let the policy bring what it keeps per slot up to date, with the call's tokens in ``store``.
+
+    It works on copies, which are checked before they replace what is stored.
+    """
+    kept = store.slot_state()
+    if not kept or call.query is None:
+        return
+    with _without_autocast(call.key.device.type):
+        state = _cache_state(
+            call, store, store.lengths, 0, window(), QueryWindow(call.query, call.position), after=True
+        )
+        state.slots = {name: tensor.clone() for name, tensor in kept.items()}
+        policy = call.state.spec.policy
+        policy.observe(state, call.query)
+        _check_observed(type(policy).__name__, state.slots, kept)
+        empty = ~state.valid  # a token to come begins with zero, whatever the policy wrote there
+        for name, tensor in kept.items():
+            tensor.copy_(realized(state.slots[name].masked_fill(empty, 0)))
+
+
+def _check_observed(policy: str, slots: Any, kept: dict[str, Tensor]) -> None:
+    """What a policy left in ``state.slots`` is what it declared."""
+    if not isinstance(slots, dict) or set(slots) != set(kept):
+        got = sorted(slots) if isinstance(slots, dict) else type(slots).__name__
+        raise ValueError(f"{policy}.observe must leave {sorted(kept)} in state.slots, got {got}")
+    for name, stored in kept.items():
+        new = slots[name]
+        if not isinstance(new, Tensor):
+            raise TypeError(f"{policy}.observe must leave a tensor in state.slots[{name!r}], got {type(new).__name__}")
+        for what in ("shape", "dtype", "device"):
+            if getattr(new, what) != getattr(stored, what):
+                raise ValueError(
+                    f"{policy}.observe must leave state.slots[{name!r}] of {what} {getattr(stored, what)}, got "
+                    f"{getattr(new, what)}"
+                )
+
+
+def _cache_state(
+    call: LayerCall,
+    store: SlotStore,
+    lengths: Tensor,
+    min_length: int,
+    window: QueryWindow | None,
+    call_queries: QueryWindow | None,
+    after: bool = False,
+) -> CacheState:
+    """What the policy sees of ``store``: a layer as it was before a step unless ``after``, a work store after it."""
+    before = isinstance(store, CacheLayer) and not after
+    return CacheState(
+        keys=store.keys,
+        values=store.visible_values,
+        positions=store.positions,
+        lengths=lengths,
+        tokens_seen=call.state.tokens_seen + (0 if before else call.real_tokens()),
+        next_position=(store.newest_position() if before else call.position.amax(1)).to(torch.int64) + 1,
+        scale=call.scale,
+        rotary=call.state.rotary,
+        min_length=min_length,
+        latent=store.spec.latent_rank is not None,
+        window=window,
+        call=call_queries,
+        layer=call.state.index,
+        budget=store.spec.budget,
+        slots=store.slot_state(),
+    )
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:

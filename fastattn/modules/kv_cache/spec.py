@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ class LayerSpec:
         head_dim: dims of a key.
         v_head_dim: dims of a value.
         latent_rank: the value is the key's first ``latent_rank`` dims; None where it is stored by itself.
+        slot_state: names and dtypes of the numbers that the policy keeps per slot.
     """
 
     budget: int
@@ -34,6 +35,7 @@ class LayerSpec:
     head_dim: int
     v_head_dim: int
     latent_rank: int | None
+    slot_state: tuple[tuple[str, torch.dtype], ...] = ()
 
     @property
     def capacity(self) -> int:
@@ -78,6 +80,7 @@ class CacheSpec:
             check_count(name, getattr(self, name), 1)
         object.__setattr__(self, "budget", checked_budget(self.budget, self.num_layers))
         check_count("policy.query_window", self.policy.query_window, 0)
+        self._check_slot_state()
         self._check_widths()
         self._check_rotary(rotary)
         if self.dtype is not None and self.dtype not in FLOATS:
@@ -90,6 +93,17 @@ class CacheSpec:
                 )
         for budget in sorted(set(self.budgets)):
             self.policy.check(budget)
+
+    def _check_slot_state(self) -> None:
+        """Names and dtypes of what the policy keeps per slot."""
+        declared: object = self.policy.slot_state
+        if not isinstance(declared, Mapping):
+            raise TypeError(f"policy.slot_state must map names to dtypes, got {type(declared).__name__}")
+        for name, dtype in declared.items():
+            if not isinstance(name, str) or not name.isidentifier():
+                raise ValueError(f"policy.slot_state must have names that are identifiers, got {name!r}")
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"policy.slot_state[{name!r}] must be a torch.dtype, got {type(dtype).__name__}")
 
     def _check_widths(self) -> None:
         """Dims of keys, values and latents fit together."""
@@ -133,6 +147,11 @@ class CacheSpec:
         """
         return self.policy.query_window + self.max_step if self.policy.query_window else 0
 
+    @property
+    def needs_queries(self) -> bool:
+        """The policy looks at queries."""
+        return self.policy.query_window > 0 or bool(self.policy.slot_state)
+
     def layer(self, index: int) -> LayerSpec:
         """What layer ``index`` holds."""
         return LayerSpec(
@@ -143,6 +162,7 @@ class CacheSpec:
             head_dim=self.head_dim,
             v_head_dim=self.value_dim,
             latent_rank=self.latent_rank,
+            slot_state=tuple(self.policy.slot_state.items()),
         )
 
     def with_num_heads(self, num_heads: int, rotary: Rotary | None) -> CacheSpec:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastattn import ops
-from fastattn.modules.kv_cache.buffers import Buffer, layer_buffers, layer_sizes
+from fastattn.modules.kv_cache.buffers import Buffer, layer_buffers, layer_sizes, slot_name
 from fastattn.modules.kv_cache.progress import Progress
 from fastattn.modules.kv_cache.query_ring import QueryRing
 from fastattn.modules.kv_cache.spec import CacheSpec, LayerSpec
@@ -38,6 +38,10 @@ class SlotStore:
     def visible_values(self) -> Tensor:
         """Values as attention takes them: for a latent cache a view of the keys."""
         return self.keys[..., : self.spec.latent_rank] if self.spec.latent_rank else self.values
+
+    def slot_state(self) -> dict[str, Tensor]:
+        """What the policy keeps per slot, by its own names."""
+        return {name: getattr(self, slot_name(name)) for name, _ in self.spec.slot_state}
 
     def append_(self, key: Tensor, value: Tensor | None, position: Tensor) -> None:
         """Append tokens whose ``position [B, T]`` is not -1. Buffers of other kinds are already empty there."""
@@ -85,7 +89,9 @@ class SlotStore:
             tensor: Tensor = getattr(self, buffer.name)
             index = source.view(*source.shape, *[1] * (tensor.dim() - 3)).expand_as(tensor)
             tensor.copy_(tensor.gather(2, index))
-        self.forget_beyond_lengths_()
+            if buffer.empty is not None:  # the lengths do not say which: a row that is left alone has 0 here
+                gone = self.positions < 0
+                tensor.masked_fill_(gone.view(*gone.shape, *[1] * (tensor.dim() - 3)), buffer.empty)
 
 
 class CacheLayer(SlotStore, nn.Module):
@@ -102,6 +108,16 @@ class CacheLayer(SlotStore, nn.Module):
         sizes = layer_sizes(spec, rows)
         for buffer in self.declared:
             self.register_buffer(buffer.name, None if buffer.late else buffer.allocate(sizes, dtype, device))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """A change of dtype is that of keys and values: what the policy keeps per slot keeps its own."""
+        kept = self.slot_state()
+        super()._apply(fn, recurse)
+        for buffer in self.declared:
+            name = buffer.name.removeprefix("slot_")
+            if buffer.name == slot_name(name) and name in kept:
+                setattr(self, buffer.name, kept[name].to(self.keys.device, buffer.resolve_dtype(self.keys.dtype)))
+        return self
 
     def allocate_queries(self, num_heads: int, ring_size: int) -> None:
         """The newest queries, and a spare place for what is not kept."""
@@ -185,9 +201,12 @@ class CallState:
         That lies beyond the old lengths, and new queries beyond the tokens seen.
         """
         lengths = self.layer.lengths.clone()
+        observed = [(kept, kept.clone()) for kept in self.layer.slot_state().values()]
 
         def undo() -> None:
             self.layer.lengths.copy_(lengths)
+            for kept, before in observed:
+                kept.copy_(before)
             self.layer.forget_beyond_lengths_()
             self.ring.forget_from_(self.tokens_seen)
 

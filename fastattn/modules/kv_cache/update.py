@@ -8,7 +8,7 @@ from torch import Tensor
 from fastattn.modules.kv_cache.attention import attend_after_append, attend_to_cache_and_call
 from fastattn.modules.kv_cache.call import LayerCall
 from fastattn.modules.kv_cache.query_ring import QueryRing, write_queries_
-from fastattn.modules.kv_cache.scoring import policy_scores
+from fastattn.modules.kv_cache.scoring import observe_queries, policy_scores
 from fastattn.modules.kv_cache.state import WorkStore
 from fastattn.modules.policies import QueryWindow
 
@@ -39,6 +39,8 @@ def _step(call: LayerCall) -> Tensor | None:
         out = attend_after_append(call)
     if layer.queries is not None and call.query is not None:
         _store_queries(call, layer.queries, call.query)
+    if layer.spec.slot_state:
+        observe_queries(call, layer, lambda: _window_after_call(call))
     return out
 
 
@@ -60,9 +62,11 @@ def _take_in_prompt(call: LayerCall) -> None:
     state, layer = call.state, call.state.layer
     work = WorkStore(layer, call.tokens)
     work.append_(call.key, call.value, call.position)
+    queries, ring = _queries_after_call(call)
+    if layer.spec.slot_state:
+        observe_queries(call, work, lambda: _newest_queries(call, queries, ring))
     # A row that brings no real token is left as it is: to the compression it looks empty.
     lengths = torch.where(call.brings_tokens(), work.lengths, 0)
-    queries, ring = _queries_after_call(call)
     if not (call.on_host and int(lengths.amax()) <= layer.spec.budget):
         call_queries = None if call.query is None else QueryWindow(call.query, call.position)
         window = _newest_queries(call, queries, ring)
@@ -121,3 +125,10 @@ def _queries_after_call(call: LayerCall) -> tuple[Tensor | None, QueryRing]:
 
 def _newest_queries(call: LayerCall, queries: Tensor | None, ring: QueryRing) -> QueryWindow | None:
     return None if queries is None else ring.newest(queries, call.state.spec.policy.query_window)
+
+
+def _window_after_call(call: LayerCall) -> QueryWindow | None:
+    """The newest queries once a step's are stored; the ring itself is written with the last layer."""
+    state = call.state
+    place, index = state.ring.places(state.tokens_seen, call.position)
+    return _newest_queries(call, state.layer.queries, state.ring.after_call(place, index, call.position))

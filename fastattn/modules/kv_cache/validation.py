@@ -135,7 +135,7 @@ def check_saved(
 def check_new_tokens(state: CallState, new: NewTokens) -> None:
     """Everything that can be wrong with the arguments of ``attend`` and ``update``, before anything is written."""
     spec, layer, policy = state.spec, state.layer.spec, state.spec.policy
-    needs_queries = policy.query_window > 0
+    needs_queries = spec.needs_queries
     _check_new(state, "key", new.key, "B Hkv T Dk", layer.num_kv_heads, layer.head_dim)
     rows, _, tokens, _ = new.key.shape
     if tokens == 0:

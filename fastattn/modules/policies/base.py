@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -47,7 +49,11 @@ class CacheState:
         min_length: only rows and heads with at least as many valid slots are about to be compressed.
         latent: the keys are latents ``[latent | rope key]``, the values their first columns.
         window: the newest ``query_window`` queries, in time order.
-        call: the queries of this call where it brought more than ``max_step`` tokens (a prompt), else None.
+        call: the queries of this call where it brought more than ``max_step`` tokens (a prompt), else None; in
+            :meth:`Policy.observe` always the queries of the call.
+        layer: index of the layer.
+        budget: tokens that the compression leaves.
+        slots: what the policy keeps per slot (:attr:`Policy.slot_state`), each ``[B, Hkv, C]``.
     """
 
     keys: Tensor
@@ -62,6 +68,9 @@ class CacheState:
     latent: bool = False
     window: QueryWindow | None = None
     call: QueryWindow | None = None
+    layer: int = 0
+    budget: int = 0
+    slots: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def valid(self) -> Tensor:
@@ -116,12 +125,16 @@ class Policy(ABC):
         predicated: on a step that compresses nothing the score costs a device next to nothing, because its work is in
             operators that take ``state.min_length``.
         rerotate: attention sees keys and queries rotated to their index in the cache (StreamingLLM's own variant).
+        slot_state: numbers that the policy keeps per slot, as in ``{"mass": torch.float32}``: buffers ``[B, Hkv, C]``,
+            zero for a new token, which move with their tokens through everything that happens to a cache.
+            ``torch.float32`` becomes float64 in a float64 cache. :meth:`observe` fills, ``state.slots`` shows them.
     """
 
     query_window: int = 0
     needs_rotary: ClassVar[bool] = False
     predicated: ClassVar[bool] = False
     rerotate: bool = False
+    slot_state: Mapping[str, torch.dtype] = MappingProxyType({})
 
     @abstractmethod
     def score(self, state: CacheState) -> Tensor:
@@ -136,6 +149,23 @@ class Policy(ABC):
         Args:
             state: one layer of the cache, the call's new tokens included.
         """
+
+    def observe(self, state: CacheState, query: Tensor) -> None:  # noqa: B027 - most policies keep nothing per slot
+        """Bring ``state.slots`` up to date, in place or by new tensors in the dictionary.
+
+        Called once per layer and call where the policy has :attr:`slot_state`, once the call's tokens are in the cache
+        and before they are compressed. It must be traceable, as :meth:`score` must. What cropped queries have
+        added stays: cropping takes back tokens, not what was observed.
+
+        Args:
+            state: one layer of the cache, the call's new tokens included. ``state.call.positions`` says which queries
+                are real: padding has position -1 and may hold anything.
+            query: ``[B, H, T, Dk]``, the new queries as attention took them.
+        """
+
+    def always_kept(self, budget: int) -> tuple[int, int]:
+        """How many first and newest tokens the policy keeps whatever the scores say."""
+        return 0, 0
 
     def check(self, budget: int) -> None:  # noqa: B027 - most policies work with any budget
         """Raise ``ValueError`` where the policy cannot work with ``budget`` tokens; called when a cache is made."""

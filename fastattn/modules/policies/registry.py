@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fastattn.modules.policies.attended import H2O, TOVA, SnapKV
 from fastattn.modules.policies.base import Policy
+from fastattn.modules.policies.baselines import Random
 from fastattn.modules.policies.expected_attention import ExpectedAttention
 from fastattn.modules.policies.keys import KeyDiff, Knorm
 from fastattn.modules.policies.streaming_llm import StreamingLLM
@@ -39,6 +41,15 @@ NAMED_POLICIES: dict[str, NamedPolicy] = {
         NamedPolicy("knorm", Knorm, "tokens whose key has a small norm", "arXiv 2406.11430"),
         NamedPolicy("streaming_llm", StreamingLLM, "the first tokens and the newest", "arXiv 2309.17453"),
         NamedPolicy("key_diff", KeyDiff, "tokens whose key points away from the average key", "arXiv 2504.15364"),
+        NamedPolicy("snap_kv", SnapKV, "what the newest queries attend to, and their own tokens", "arXiv 2404.14469"),
+        NamedPolicy("tova", TOVA, "what the newest query attends to, the same for all heads", "arXiv 2401.06104"),
+        NamedPolicy(
+            "h2o",
+            H2O,
+            "what has been attended to most since it was cached, and the newest",
+            "arXiv 2306.14048",
+        ),
+        NamedPolicy("random", Random, "tokens drawn at random", "baseline"),
     )
 }
 

@@ -84,6 +84,11 @@ INFERENCE = {
         lambda: (_cache(), _cache(), _lengths(), _positions(), torch.zeros(BATCH, HEADS, 16, DIM)),
         ["logits_kernel", "softmax_kernel", "score_kernel"],
     ),
+    "attention_mass, one query": (
+        lambda k, n, p, q, at: ops.attention_mass(k, n, p, q, at, scale=0.1, min_length=30),
+        lambda: (_cache(), _lengths(), _positions(), _query(), torch.zeros(BATCH, 1, dtype=torch.int32)),
+        ["logits_kernel", "softmax_kernel", "score_kernel"],
+    ),
     "query_moments": (lambda q: ops.query_moments(q), lambda: (_query(30),), ["sum_kernel", "covariance_kernel"]),
 }
 IN_PLACE = {

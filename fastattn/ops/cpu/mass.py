@@ -1,0 +1,58 @@
+"""Attention mass on a CPU: row by row on the valid slots, query block by query block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn.ops._outputs import accumulator_dtype
+
+# A block of queries has about this many logits (8 MiB in float32) at a time.
+_LOGITS = 1 << 21
+
+
+def attention_mass(
+    key: Tensor,
+    lengths: Tensor,
+    positions: Tensor,
+    query: Tensor,
+    query_positions: Tensor,
+    scale: float,
+    min_length: int,
+) -> Tensor:
+    out = key.new_zeros(key.shape[:3], dtype=accumulator_dtype(key.dtype))
+    group = query.shape[1] // max(1, key.shape[1])
+    for b, row in enumerate(lengths.tolist()):
+        real = (query_positions[b] >= 0).nonzero().flatten()
+        if max(row, default=0) < max(1, min_length) or real.numel() == 0:
+            continue
+        own = query_positions[b].index_select(0, real)
+        for h, count in enumerate(row):
+            if count == 0:
+                continue
+            queries = query[b, h * group : (h + 1) * group].index_select(1, real).to(out.dtype)
+            _add_head_(out[b, h, :count], key[b, h, :count].to(out.dtype), positions[b, h, :count], queries, own, scale)
+    return out
+
+
+def _add_head_(
+    mass: Tensor, key: Tensor, positions: Tensor, query: Tensor, query_positions: Tensor, scale: float
+) -> None:
+    """Add what ``query [G, N, D]`` pay to ``key [T, D]``, divided by G, to ``mass [T]``."""
+    group, queries, _ = query.shape
+    # Both rise: each query sees a prefix, the last of a block the longest.
+    seen = torch.searchsorted(positions.contiguous(), query_positions.contiguous(), right=True)
+    step = max(1, _LOGITS // (group * max(1, key.shape[0])))
+    for first in range(0, queries, step):
+        visible = seen[first : first + step]
+        most, least = int(visible.max()), int(visible.min())
+        if most == 0:
+            continue
+        logits = scale * (query[:, first : first + step] @ key[:most].mT)
+        if least < most:
+            hidden = torch.arange(least, most) >= visible[:, None]
+            logits[:, :, least:].masked_fill_(hidden, float("-inf"))
+        weights = logits.softmax(-1)
+        if least == 0:  # a query that sees nothing pays nothing
+            weights = weights.masked_fill(visible[:, None] == 0, 0.0)
+        mass[:most] += weights.sum((0, 1)) / group
