@@ -21,6 +21,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -182,4 +183,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the parts and writes the report on the way out
     raise SystemExit(main())
