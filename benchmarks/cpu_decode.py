@@ -129,8 +129,8 @@ def main() -> None:
     for dtype in TARGETS:
         cases: list[tuple[str, Any]] = [("32/8 heads, 128", gqa_case(options.slots, dtype))]
         cases += [(f"latent, {heads} heads", latent_case(options.slots, dtype, heads)) for heads in (32, 128)]
-        for case, made in cases:
-            for row in measure(case, *made, options.rounds):
+        for case, inputs in cases:
+            for row in measure(case, *inputs, options.rounds):
                 results.append(row)
                 (low, high), (ratio_low, ratio_high) = row["ms_quartiles"], row["ratio_quartiles"]
                 print(

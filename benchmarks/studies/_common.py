@@ -47,10 +47,10 @@ class Rows:
             self._write_all()
             return
         lines = path.read_text().splitlines()
-        made_under = lines[0].removeprefix("# ") if lines else ""
-        if made_under != conditions:
+        conditions_then = lines[0].removeprefix("# ") if lines else ""
+        if conditions_then != conditions:
             raise SystemExit(
-                f"{path} was measured under other conditions:\n  {made_under}\n  now: {conditions}\n"
+                f"{path} was measured under other conditions:\n  {conditions_then}\n  now: {conditions}\n"
                 "Give --fresh to replace it, or another --out."
             )
         for row in csv.DictReader(lines[1:]):

@@ -27,6 +27,9 @@ NAMESPACE = "fastattn"
 # modules are reloaded, or dropped and imported again, an operator's previous registrations are removed first.
 _libraries: dict[str, torch.library.Library] = vars(getattr(torch.ops, NAMESPACE)).setdefault("_libraries", {})
 
+# Operator name -> its launcher, for tools that ask which kernels a call would launch.
+launchers: dict[str, Callable[..., Any]] = {}
+
 _force_triton = False  # test switch: CPU tensors take the Triton branch
 _tracing = False  # a launcher is being traced: kernels must be wrapped
 
@@ -90,6 +93,7 @@ def register(
     library = _libraries[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
     library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     run_cpu, run_triton = _lazy(cpu), _lazy(triton)
+    launchers[name] = run_triton
 
     def cpu_kernel(*args: Any) -> Any:
         run = run_triton if _force_triton else run_cpu
