@@ -51,7 +51,7 @@ def check_features(
     """The features as numbers, or an error that names the wrong one."""
     if window is not None:
         check.check_count("window", window, 1)
-        window = min(window, 2**31 - 1)  # positions are int32
+        window = min(window, 2**30)  # positions and their distances are int32
     if softcap is not None:
         if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
             raise TypeError(f"softcap must be a float or None, got {type(softcap).__name__}")

@@ -137,3 +137,42 @@ def backward(
 
 def _distance(q0: int, q1: int, k0: int, k1: int, first: int) -> Tensor:
     return torch.arange(q0 + first, q1 + first)[:, None] - torch.arange(k0, k1)
+
+
+def forward_slots(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    features: Features,
+) -> None:
+    """Queries ``[B, Hkv, G, Sq, D]`` over the slots of a cache, all valid; writes ``out`` and ``lse``.
+
+    With ``causal`` the newest slots are the queries' own, else a query stands one past the newest. ``positions`` is
+    ``[B, Hkv, C]``, by default a slot stands at its index.
+    """
+    wide = accumulator_dtype(query.dtype)
+    queries, slots = query.shape[3], key.shape[2]
+    k0 = 0
+    if features.window > 0 and positions is None:  # those before every query's window
+        k0 = max((slots - queries if causal else slots) - features.window + 1, 0)
+    slot = torch.arange(k0, slots)
+    where = (slot if positions is None else positions[..., k0:].long())[..., None, None, :]
+    keys, values = key[:, :, k0:].to(wide), value[:, :, k0:, : out.shape[4]].to(wide)
+    size = max(1, _MOST_SCORES // max(1, query.shape[:3].numel() * slots))
+    for q0 in range(0, queries, size):
+        q1 = min(q0 + size, queries)
+        own = torch.arange(q0, q1) + slots - queries if causal else torch.full((q1 - q0,), slots - 1)
+        at = own.clamp(min=k0) - k0  # a query without a slot sees none, wherever it stands
+        distance = (where[..., 0, :][..., at] + (0 if causal else 1))[..., None] - where
+        seen = slot <= own[:, None] if causal else None
+        scores = score(query[..., q0:q1, :].to(wide), keys, scale, features, distance, False, seen).value
+        block_lse = torch.logsumexp(scores, dim=-1)
+        weight = weights(scores, block_lse)
+        lse[..., q0:q1] = block_lse
+        out[..., q0:q1, :] = (weight.flatten(2, 3) @ values).unflatten(2, weight.shape[2:4])
