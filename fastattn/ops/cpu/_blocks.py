@@ -58,6 +58,15 @@ def score(
     return Scores(product if hidden is None else product.masked_fill(hidden, float("-inf")), tanh)
 
 
+def softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights and log-sum-exp; 0 and -inf where nothing is seen.
+
+    Relative to the largest score, not to the log-sum-exp, whose rounding would scale the weights.
+    """
+    lse = torch.logsumexp(scores, dim=-1)
+    return torch.softmax(scores, dim=-1).masked_fill_((lse == float("-inf"))[..., None], 0.0), lse
+
+
 def weights(scores: Tensor, lse: Tensor) -> Tensor:
     """``exp(score - lse)``, 0 where nothing is seen."""
     return torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
@@ -97,8 +106,7 @@ def forward(
         distance = _distance(q0, q1, k0, k1, first)
         keys, values = key[:, :, k0:k1].to(wide), value[:, :, k0:k1].to(wide)
         scores = score(query[..., q0:q1, :].to(wide), keys, scale, features, distance, causal, None)
-        block_lse = torch.logsumexp(scores.value, dim=-1)
-        weight, lse[..., q0:q1] = weights(scores.value, block_lse), block_lse
+        weight, lse[..., q0:q1] = softmax(scores.value)
         out[..., q0:q1, :] = (weight.flatten(2, 3) @ values).unflatten(2, weight.shape[2:4])
 
 
@@ -161,6 +169,8 @@ def forward_slots(
     k0 = 0
     if features.window > 0 and positions is None:  # those before every query's window
         k0 = max((slots - queries if causal else slots) - features.window + 1, 0)
+    if k0 == slots:  # a window of one slot that a query past the newest stands on
+        return
     slot = torch.arange(k0, slots)
     where = (slot if positions is None else positions[..., k0:].long())[..., None, None, :]
     keys, values = key[:, :, k0:].to(wide), value[:, :, k0:, : out.shape[4]].to(wide)
@@ -172,7 +182,5 @@ def forward_slots(
         distance = (where[..., 0, :][..., at] + (0 if causal else 1))[..., None] - where
         seen = slot <= own[:, None] if causal else None
         scores = score(query[..., q0:q1, :].to(wide), keys, scale, features, distance, False, seen).value
-        block_lse = torch.logsumexp(scores, dim=-1)
-        weight = weights(scores, block_lse)
-        lse[..., q0:q1] = block_lse
+        weight, lse[..., q0:q1] = softmax(scores)
         out[..., q0:q1, :] = (weight.flatten(2, 3) @ values).unflatten(2, weight.shape[2:4])

@@ -62,18 +62,18 @@ def in_float32(options):
     return cast(options, torch.float32)
 
 
-@examples(25)
-@given(calls(tokens=100, dtypes=(torch.float32,)), st.data())
+@examples(12)
+@given(calls(tokens=60, dtypes=(torch.float32,)), st.data())
 def test_any_shape_layout_and_raggedness(call, data):
     extra = data.draw(features(call["query"].shape[1]))
     check(**call, **in_float32(extra))
 
 
-@examples(15)
+@examples(8)
 @given(st.data())
 def test_packed_rows(data):
     rows = data.draw(st.integers(1, 4))
-    lengths = st.lists(draw.sizes(80, 0), min_size=rows, max_size=rows)
+    lengths = st.lists(draw.sizes(40, 0), min_size=rows, max_size=rows)
     cu_q, cu_k = bounds(data.draw(lengths)), bounds(data.draw(lengths))
     kv_heads, group = data.draw(st.integers(1, 2)), data.draw(st.sampled_from([1, 3]))
     dims = data.draw(st.sampled_from([(16, 16), (24, 8), (96, 32)]))
@@ -85,10 +85,9 @@ def test_packed_rows(data):
     check(query, key, value, cu_seqlens_q=int32(cu_q), cu_seqlens_k=int32(cu_k), **options)
 
 
-@pytest.mark.parametrize("window", [1, 31, 32, 33, 64, 65, 200])
-@pytest.mark.parametrize(("queries", "keys"), [(130, 130), (1, 100), (100, 33)])
+@pytest.mark.parametrize(("window", "queries", "keys"), [(1, 70, 70), (32, 100, 100), (33, 1, 100), (65, 100, 33)])
 def test_windows_at_the_edges_of_tiles(window, queries, keys):
-    x = draw.normal(1, 2, 130, 16)
+    x = draw.normal(1, 2, 100, 16)
     for causal in (False, True):
         check(x[:, :, :queries], x[:, :1, :keys], x[:, 1:, :keys], causal=causal, window=window)
 
