@@ -149,3 +149,11 @@ def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> 
     wide = lse.dtype
     weight = torch.exp(sinks.to(wide)[:, None] - lse)
     return -(weight * (grad_out.to(wide) * out.to(wide)).sum(-1)).sum((0, 2)).to(sinks.dtype)
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Attention without sinks becomes attention with them: its weights now sum to ``exp(lse - new lse)``."""
+    total = torch.logaddexp(lse, sinks.detach().to(lse.dtype)[:, None])
+    share = torch.exp(lse - total.masked_fill(total == float("-inf"), 0.0))
+    out.mul_(share[..., None])
+    lse.copy_(total)

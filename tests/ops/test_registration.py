@@ -62,6 +62,11 @@ def _decode(dtype: torch.dtype) -> tuple[Any, ...]:
     return query, key, value, torch.tensor([[5, 0], [3, 3]], dtype=INT), 0.3, True
 
 
+def _decode_featured(dtype: torch.dtype) -> tuple[Any, ...]:
+    positions = (2 * torch.arange(5, dtype=INT)).expand(2, 2, 5).clone()
+    return (*_decode(dtype), 3, 5.0, draw.normal(4), torch.tensor([0.5, 0.25, 0.1, 0.0]), positions)
+
+
 def _latent(dtype: torch.dtype) -> tuple[Any, ...]:
     query, rope = draw.normal(2, 3, 2, 6, dtype=dtype), draw.normal(2, 3, 2, 2, dtype=dtype)
     return query, rope, draw.normal(2, 7, 8, dtype=dtype), torch.tensor([7, 4], dtype=INT), 0.3, True
@@ -86,6 +91,11 @@ CALLS: dict[str, tuple[Any, Callable[[torch.dtype], tuple[Any, ...]]]] = {
     "attention_sink_backward": (OPERATORS.attention_sink_backward.default, _sink_backward),
     "attention_backward": (OPERATORS.attention_backward.default, _attention_backward),
     "decode_attention": (OPERATORS.decode_attention.default, _decode),
+    "decode_attention with features": (OPERATORS.decode_attention.default, _decode_featured),
+    "latent_decode with features": (
+        OPERATORS.latent_decode.default,
+        lambda dtype: (*_latent(dtype), 3, 5.0, draw.normal(3)),
+    ),
     "latent_decode": (OPERATORS.latent_decode.default, _latent),
     "merge_attention": (OPERATORS.merge_attention.default, _merge),
     "qk_scores": (OPERATORS.qk_scores.default, _qk),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.ops._features import Features
+from fastattn.ops._features import Features, add_sinks
 from fastattn.ops._outputs import accumulator_dtype, empty_out_and_lse
 from fastattn.ops.cpu import _blocks, _flash
 
@@ -60,14 +60,6 @@ def attention(
     if sinks is not None:
         add_sinks(out, lse, sinks)
     return out, lse
-
-
-def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Attention without sinks becomes attention with them: its weights now sum to ``exp(lse - new lse)``."""
-    total = torch.logaddexp(lse, sinks.detach().to(lse.dtype)[:, None])
-    share = torch.exp(lse - total.masked_fill(total == float("-inf"), 0.0))
-    out.mul_(share[..., None])
-    lse.copy_(total)
 
 
 def attend_range(

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fastattn.ops._features import Features
+from fastattn.ops._features import Features, add_sinks
 from fastattn.ops._outputs import empty_out_and_lse
 from fastattn.ops.cpu import _blocks, _flash
-from fastattn.ops.cpu.attention import add_sinks, attend_range
+from fastattn.ops.cpu.attention import attend_range
 
 
 def decode_attention(
