@@ -44,3 +44,24 @@ def test_windows_over_splits(window, causal):
     options = {"window": window, "causal": causal, "sinks": torch.zeros(4)}
     check(query, key, key, lengths, options, processors=8)
     check(query, key, key, lengths, options | {"positions": positions}, processors=8)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_latent_windows_sinks_and_soft_caps(causal):
+    latent, rope = draw.normal(1, 3, 2, 24, seed=1), draw.normal(1, 3, 2, 8, seed=2)
+    cache, lengths = draw.normal(1, 150, 32, seed=3), torch.tensor([131], dtype=torch.int32)
+    query, key = torch.cat([latent, rope], dim=3), cache[:, None]
+    for window in (1, 40):
+        options = {"window": window, "softcap": 3.0, "sinks": torch.tensor([0.0, 2.0, -2.0])}
+        with interpreted(processors=8):
+            out, lse = ops.latent_decode(
+                latent, rope, cache, lengths, scale=0.3, causal=causal, return_lse=True, **options
+            )
+        options["causal"] = causal
+
+        def densely(query, key, options=options):
+            return dense_decode(query, key, key[..., :24], lengths[:, None], options, scale=0.3)
+
+        exact, exact_lse = densely(query.double(), key.double())
+        assert_within_budget(out, exact, [densely(query, key)[0], exact.float()], "out")
+        assert_lse(lse, exact_lse, torch.float32, 20.0)
