@@ -253,9 +253,7 @@ def attention(
         keys,
         row_tiles,
         window,
-        *query.stride(),
-        *key.stride(),
-        *value.stride(),
+        *(stride for tensor in (query, key, value) for stride in tensor.stride()),
         SCALE=float(scale),
         CAUSAL=causal,
         HAS_START=key_start is not None,
@@ -287,8 +285,10 @@ def offline_cases() -> list[OfflineCase]:
             heads = torch.empty(32, device="meta") if per_head else None
             rows = torch.empty(5, dtype=torch.int32, device="meta") if packed else None
             start, end = (None, None) if packed else (bounds, bounds)
-            tensors = (t[:1] if packed else t for t in (empty(32, key_dim), empty(8, key_dim), empty(8, value_dim)))
-            return attention(*tensors, causal, 0.1, start, end, window, softcap, heads, heads, rows, rows)
+            query, key, value = empty(32, key_dim), empty(8, key_dim), empty(8, value_dim)
+            if packed:
+                query, key, value = query[:1], key[:1], value[:1]
+            return attention(query, key, value, causal, 0.1, start, end, window, softcap, heads, heads, rows, rows)
 
         return OfflineCase(f"attention {name}", launch)
 
