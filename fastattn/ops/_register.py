@@ -162,9 +162,9 @@ def _device_of(arguments: Sequence[Any]) -> torch.device:
 
 
 def _bind(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """All arguments by position: operators are always called with every argument."""
+    """All arguments by position, with the schema's defaults."""
     schema = overload._schema.arguments
-    return [*args, *(kwargs[argument.name] for argument in schema[len(args) :])]
+    return [*args, *(kwargs.get(argument.name, argument.default_value) for argument in schema[len(args) :])]
 
 
 def register_backward(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:

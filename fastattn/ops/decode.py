@@ -2,12 +2,69 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal, overload
+
 from torch import Tensor
 
 from fastattn import validation as check
+from fastattn.ops._features import check_features, refuse_forward_mode
 from fastattn.ops._outputs import empty_out_and_lse
 from fastattn.ops._register import register
 from fastattn.ops.attention import check_attention_shapes
+
+
+@overload
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    positions: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    positions: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    positions: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def decode_attention(
@@ -18,6 +75,11 @@ def decode_attention(
     *,
     scale: float | None = None,
     causal: bool = True,
+    window: int | None = None,
+    positions: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Attention of ``Sq`` new queries over a cache buffer whose valid slots are a prefix.
@@ -29,6 +91,11 @@ def decode_attention(
     query ``i`` sees the first ``lengths - Sq + 1 + i`` slots. Without, every query sees all valid slots. Made for few
     queries and many slots; any number of queries works.
 
+    ``window``, ``sinks``, ``softcap`` and ``alibi_slopes`` change the softmax as in :func:`attention`. The first and
+    the last go by position: a key stands at its slot's position and a query at that of its own slot; without
+    ``causal`` every query stands one past the newest. So a cache with gaps gives what the whole text would, without
+    what is gone.
+
     Args:
         query: ``[B, H, Sq, Dqk]``, float16, bfloat16, float32 or float64.
         key: ``[B, Hkv, C, Dqk]``, a buffer; slots beyond ``lengths`` may hold anything, NaN included.
@@ -36,11 +103,17 @@ def decode_attention(
         lengths: int32 ``[B, Hkv]``, valid slots of every row and head, at most ``C``.
         scale: softmax scale, ``Dqk ** -0.5`` by default.
         causal: see above.
+        window: positions that a query sees, its own included; all by default.
+        positions: int32 ``[B, Hkv, C]``, the position of every slot, ascending over the valid slots; by default a
+            slot's index.
+        sinks: ``[H]``, any float dtype: a logit per head without a value.
+        softcap: ``c > 0``, scores become ``c tanh(score / c)``.
+        alibi_slopes: ``[H]``, any float dtype.
         return_lse: also return the log-sum-exp.
 
     Returns:
         ``out [B, H, Sq, Dv]`` and, with ``return_lse``, ``lse [B, H, Sq]`` (natural logarithm, float32; float64
-        for float64 inputs). A query that sees no slot gives ``out = 0`` and ``lse = -inf``.
+        for float64 inputs). A query that sees no slot gives ``out = 0`` and ``lse = -inf``, or its head's sink.
 
     Raises:
         TypeError: an argument of another type, or mixed dtypes.
@@ -51,10 +124,65 @@ def decode_attention(
     check.check_tensor("value", value, "B Hkv C Dv")
     check_attention_shapes(query, key, value)
     check.check_int32("lengths", lengths, (key.shape[0], key.shape[1]), "B Hkv", query.device)
-    check.check_no_grad("decode_attention", query=query, key=key, value=value)
+    if positions is not None:
+        check.check_int32("positions", positions, tuple(key.shape[:3]), "B Hkv C", query.device)
+    features = check_features("decode_attention", query, "query", window, sinks, softcap, alibi_slopes)
+    check.check_no_grad("decode_attention", query=query, key=key, value=value, sinks=sinks)
+    refuse_forward_mode("decode_attention", query, key, value, sinks)
     scale = check.resolve_scale(scale, query.shape[3])
-    out, lse = DECODE_ATTENTION(query, key, value, lengths, scale, bool(causal))
+    if features.plain:
+        out, lse = DECODE_ATTENTION(query, key, value, lengths, scale, bool(causal))
+    else:
+        out, lse = DECODE_ATTENTION(query, key, value, lengths, scale, bool(causal), *features, positions)
     return (out, lse) if return_lse else out
+
+
+@overload
+def latent_decode(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def latent_decode(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def latent_decode(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def latent_decode(
@@ -65,6 +193,9 @@ def latent_decode(
     *,
     scale: float,
     causal: bool = True,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Absorbed multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) over a latent cache.
@@ -80,6 +211,9 @@ def latent_decode(
         lengths: int32 ``[B]``, valid slots per row.
         scale: softmax scale of the module (it does not follow from these shapes).
         causal: the newest ``Sq`` valid slots belong to the ``Sq`` queries, as in :func:`decode_attention`.
+        window: slots that a query sees, its own included, as in :func:`decode_attention` without ``positions``.
+        sinks: ``[H]``, any float dtype: a logit per head without a value.
+        softcap: ``c > 0``, scores become ``c tanh(score / c)``.
         return_lse: also return the log-sum-exp.
 
     Returns:
@@ -102,37 +236,39 @@ def latent_decode(
     check.check_size("cache", cache, 2, columns, "rank plus rope dim of the query")
     check.check_same_kind("query_latent", query_latent, query_rope=query_rope, cache=cache)
     check.check_int32("lengths", lengths, (cache.shape[0],), "B", cache.device)
-    check.check_no_grad("latent_decode", query_latent=query_latent, query_rope=query_rope, cache=cache)
+    check.check_no_grad("latent_decode", query_latent=query_latent, query_rope=query_rope, cache=cache, sinks=sinks)
     if scale is None:
         raise TypeError("scale must be a float: it does not follow from the shapes of a latent cache")
     scale = check.resolve_scale(scale, columns)
-    out, lse = LATENT_DECODE(query_latent, query_rope, cache, lengths, scale, bool(causal))
+    features = check_features("latent_decode", query_latent, "query_latent", window, sinks, softcap)
+    refuse_forward_mode("latent_decode", query_latent, query_rope, cache, sinks)
+    if features.plain:
+        out, lse = LATENT_DECODE(query_latent, query_rope, cache, lengths, scale, bool(causal))
+    else:
+        out, lse = LATENT_DECODE(query_latent, query_rope, cache, lengths, scale, bool(causal), *features[:3])
     return (out, lse) if return_lse else out
 
 
-def _fake_decode(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor]:
+def _fake_decode(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return empty_out_and_lse(query, value.shape[3])
 
 
-def _fake_latent(
-    query_latent: Tensor, query_rope: Tensor, cache: Tensor, lengths: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor]:
+def _fake_latent(query_latent: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return empty_out_and_lse(query_latent, query_latent.shape[3])
 
 
 DECODE_ATTENTION = register(
     "decode_attention",
-    "(Tensor query, Tensor key, Tensor value, Tensor lengths, float scale, bool causal) -> (Tensor, Tensor)",
+    "(Tensor query, Tensor key, Tensor value, Tensor lengths, float scale, bool causal, SymInt window=0,"
+    " float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? positions=None) -> (Tensor, Tensor)",
     cpu="fastattn.ops.cpu.decode:decode_attention",
     triton="fastattn.ops.triton.decode:decode_attention",
     fake=_fake_decode,
 )
 LATENT_DECODE = register(
     "latent_decode",
-    "(Tensor query_latent, Tensor query_rope, Tensor cache, Tensor lengths, float scale, bool causal)"
-    " -> (Tensor, Tensor)",
+    "(Tensor query_latent, Tensor query_rope, Tensor cache, Tensor lengths, float scale, bool causal,"
+    " SymInt window=0, float softcap=0.0, Tensor? sinks=None) -> (Tensor, Tensor)",
     cpu="fastattn.ops.cpu.latent:latent_decode",
     triton="fastattn.ops.triton.latent:latent_decode",
     fake=_fake_latent,

@@ -7,6 +7,7 @@ take the same arguments as the functions of the same name in :mod:`fastattn.ops`
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -23,9 +24,16 @@ def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
 
 
 def _masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``visible`` is bool, broadcast to ``[B, H, Sq, Sk]``."""
+    """``visible`` is bool, broadcast to ``[B, H, Sq, Sk]``, as is ``bias``; ``sinks`` is ``[H]``."""
     dtype = query.dtype
     query = _wide(query)
     key = _wide(_repeat_heads(key, query.shape[1]))
@@ -33,10 +41,22 @@ def _masked_attention(
     visible = visible.expand(*query.shape[:3], key.shape[2])
     seen = visible.any(2)[..., None]  # a key that no query sees may hold NaN, which 0 * NaN would let through
     key, value = key.masked_fill(~seen, 0.0), value.masked_fill(~seen, 0.0)
-    logits = (scale * query @ key.mT).masked_fill(~visible, float("-inf"))
+    logits = scale * query @ key.mT
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if bias is not None:
+        logits = logits + bias
+    logits = logits.masked_fill(~visible, float("-inf"))
     lse = torch.logsumexp(logits, dim=-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     probability = torch.exp(logits - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
     return (probability @ value).to(dtype), lse
+
+
+def _position_bias(slopes: Tensor | None, distance: Tensor, like: Tensor) -> Tensor | None:
+    """``-slope |p - t|`` per head, for distances ``[..., 1 or H, Sq, Sk]``."""
+    return None if slopes is None else -_wide(slopes).to(_wide(like).dtype)[:, None, None] * distance.abs()
 
 
 def attention(
@@ -48,20 +68,42 @@ def attention(
     scale: float | None = None,
     key_start: Tensor | None = None,
     lengths: Tensor | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See :func:`fastattn.ops.attention`."""
-    queries, keys = query.shape[2], key.shape[2]
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    i = torch.arange(queries, device=query.device)[:, None]
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        bounds = zip(*(itertools.pairwise(cu.tolist()) for cu in (cu_seqlens_q, cu_seqlens_k)), strict=True)
+        outs, lses = [query.new_empty(1, query.shape[1], 0, value.shape[3])], [_wide(query)[:, :, :0, 0]]
+        for (q0, q1), (k0, k1) in bounds:
+            row = query[:, :, q0:q1], key[:, :, k0:k1], value[:, :, k0:k1]
+            result = attention(
+                *row, causal=causal, scale=scale, window=window, sinks=sinks, softcap=softcap,
+                alibi_slopes=alibi_slopes, return_lse=True,
+            )  # fmt: skip
+            outs.append(result[0])
+            lses.append(result[1])
+        out, lse = torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+        return (out, lse) if return_lse else out
+    queries, keys = query.shape[2], key.shape[2]
+    position = torch.arange(queries, device=query.device)[:, None] + keys - queries
     j = torch.arange(keys, device=query.device)[None, :]
-    visible = (j <= i + keys - queries) if causal else torch.ones_like(j <= i)
+    visible = (j <= position) if causal else torch.ones_like(j <= position)
+    if window is not None:
+        visible = visible & (position - j < window)
     visible = visible[None, None]
     if key_start is not None:
         visible = visible & (j >= key_start[:, None, None, None])
     if lengths is not None:
         visible = visible & (j < lengths[:, None, None, None])
-    out, lse = _masked_attention(query, key, value, visible, scale)
+    bias = _position_bias(alibi_slopes, position - j, query)
+    out, lse = _masked_attention(query, key, value, visible, scale, softcap, bias, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -73,16 +115,31 @@ def decode_attention(
     *,
     scale: float | None = None,
     causal: bool = True,
+    window: int | None = None,
+    positions: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See :func:`fastattn.ops.decode_attention`."""
-    queries = query.shape[2]
+    queries, capacity = query.shape[2], key.shape[2]
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    lengths = _repeat_heads(lengths, query.shape[1])[:, :, None, None]
+    ends = _repeat_heads(lengths, query.shape[1])[:, :, None, None]
     i = torch.arange(queries, device=query.device)[:, None]
-    j = torch.arange(key.shape[2], device=query.device)[None, :]
-    visible = j < (lengths - queries + 1 + i if causal else lengths)
-    out, lse = _masked_attention(query, key, value, visible, scale)
+    j = torch.arange(capacity, device=query.device)[None, :]
+    visible = j < (ends - queries + 1 + i if causal else ends)
+    bias = None
+    if capacity and (window is not None or alibi_slopes is not None):
+        slot = j.expand(*key.shape[:2], capacity)
+        where = _repeat_heads(slot if positions is None else positions.long(), query.shape[1])  # [B, H, C]
+        own = (ends[..., 0] - queries + i[:, 0] if causal else (ends[..., 0] - 1).expand(-1, -1, queries)).long()
+        own = where.gather(2, own.clamp(0, capacity - 1)) + (0 if causal else 1)  # [B, H, Sq]
+        distance = own[..., None] - where[:, :, None]
+        if window is not None:
+            visible = visible & (distance < window)
+        bias = _position_bias(alibi_slopes, distance, query)
+    out, lse = _masked_attention(query, key, value, visible, scale, softcap, bias, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -94,6 +151,9 @@ def latent_decode(
     *,
     scale: float,
     causal: bool = True,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See :func:`fastattn.ops.latent_decode`."""
@@ -101,8 +161,9 @@ def latent_decode(
     query = torch.cat([query_latent, query_rope], dim=-1)
     key = cache[:, None]
     return decode_attention(
-        query, key, key[..., :rank], lengths[:, None], scale=scale, causal=causal, return_lse=return_lse
-    )
+        query, key, key[..., :rank], lengths[:, None], scale=scale, causal=causal, window=window, sinks=sinks,
+        softcap=softcap, return_lse=return_lse,
+    )  # fmt: skip
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -33,9 +33,38 @@ def _attention_backward(dtype: torch.dtype) -> tuple[Any, ...]:
     return torch.ones_like(out), query, key, value, out, lse, causal, scale, start, lengths
 
 
+def _featured(dtype: torch.dtype, grad: bool) -> tuple[Any, ...]:
+    sinks = draw.normal(4, dtype=dtype).requires_grad_(grad)
+    return (*_attention(dtype, grad), 3, 5.0, sinks, torch.tensor([0.5, 0.25, 0.1, 0.0]), None, None)
+
+
+def _packed(dtype: torch.dtype, grad: bool) -> tuple[Any, ...]:
+    *tensors, causal, scale, _, _ = _attention(dtype, grad=False)
+    tensors = [t[:1].detach().requires_grad_(grad) for t in tensors]
+    rows = torch.tensor([0, 2, 2, 5], dtype=INT)
+    return (*tensors, causal, scale, None, None, 0, 0.0, None, None, rows, rows)
+
+
+def _featured_backward(dtype: torch.dtype) -> tuple[Any, ...]:
+    args = _featured(dtype, grad=False)
+    out, lse = OPERATORS.attention.default(*args)
+    return (torch.ones_like(out), *args[:3], out, lse, *args[3:9], *args[10:])
+
+
+def _sink_backward(dtype: torch.dtype) -> tuple[Any, ...]:
+    args = _featured(dtype, grad=False)
+    out, lse = OPERATORS.attention.default(*args)
+    return torch.ones_like(out), out, lse, args[9]
+
+
 def _decode(dtype: torch.dtype) -> tuple[Any, ...]:
     query, key, value, *_ = _attention(dtype, grad=False)
     return query, key, value, torch.tensor([[5, 0], [3, 3]], dtype=INT), 0.3, True
+
+
+def _decode_featured(dtype: torch.dtype) -> tuple[Any, ...]:
+    positions = (2 * torch.arange(5, dtype=INT)).expand(2, 2, 5).clone()
+    return (*_decode(dtype), 3, 5.0, draw.normal(4), torch.tensor([0.5, 0.25, 0.1, 0.0]), positions)
 
 
 def _latent(dtype: torch.dtype) -> tuple[Any, ...]:
@@ -55,8 +84,18 @@ def _qk(dtype: torch.dtype) -> tuple[Any, ...]:
 CALLS: dict[str, tuple[Any, Callable[[torch.dtype], tuple[Any, ...]]]] = {
     "attention": (OPERATORS.attention.default, lambda dtype: _attention(dtype, grad=False)),
     "attention with gradient": (OPERATORS.attention.default, lambda dtype: _attention(dtype, grad=True)),
+    "attention with features": (OPERATORS.attention.default, lambda dtype: _featured(dtype, grad=False)),
+    "attention with features and gradient": (OPERATORS.attention.default, lambda dtype: _featured(dtype, grad=True)),
+    "attention, packed": (OPERATORS.attention.default, lambda dtype: _packed(dtype, grad=True)),
+    "attention_backward with features": (OPERATORS.attention_backward.default, _featured_backward),
+    "attention_sink_backward": (OPERATORS.attention_sink_backward.default, _sink_backward),
     "attention_backward": (OPERATORS.attention_backward.default, _attention_backward),
     "decode_attention": (OPERATORS.decode_attention.default, _decode),
+    "decode_attention with features": (OPERATORS.decode_attention.default, _decode_featured),
+    "latent_decode with features": (
+        OPERATORS.latent_decode.default,
+        lambda dtype: (*_latent(dtype), 3, 5.0, draw.normal(3)),
+    ),
     "latent_decode": (OPERATORS.latent_decode.default, _latent),
     "merge_attention": (OPERATORS.merge_attention.default, _merge),
     "qk_scores": (OPERATORS.qk_scores.default, _qk),

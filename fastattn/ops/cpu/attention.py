@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastattn.ops._outputs import empty_out_and_lse
-from fastattn.ops.cpu import _flash
+from fastattn.ops._features import Features, add_sinks
+from fastattn.ops._outputs import accumulator_dtype, empty_out_and_lse
+from fastattn.ops.cpu import _blocks, _flash
+
+
+class Part(NamedTuple):
+    """Batch rows whose queries attend to the same keys; query ``i`` stands at key ``i + first`` of them."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+    first: int
 
 
 def attention(
@@ -19,23 +31,34 @@ def attention(
     scale: float,
     key_start: Tensor | None,
     lengths: Tensor | None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`fastattn.ops.attention`."""
+    features = Features(window, softcap, sinks, alibi_slopes)
     out, lse = empty_out_and_lse(query, value.shape[3])
     out.zero_()
     lse.fill_(float("-inf"))
     kv_heads = key.shape[1]
     grouped_query, grouped_out, grouped_lse = (t.unflatten(1, (kv_heads, -1)) for t in (query, out, lse))
-    for rows, start, end in _rows_by_range(query, key, key_start, lengths):
-        attend_range(
-            grouped_query[rows],
-            key[rows, :, start:end],
-            value[rows, :, start:end],
-            grouped_out[rows],
-            grouped_lse[rows],
-            first=_first(query, key, causal, start),
-            scale=scale,
+    for rows, queries, keys, first in _parts(query, key, key_start, lengths, cu_seqlens_q, cu_seqlens_k):
+        arguments = (
+            grouped_query[rows, ..., queries, :],
+            key[rows, :, keys],
+            value[rows, :, keys],
+            grouped_out[rows, ..., queries, :],
+            grouped_lse[rows, ..., queries],
         )
+        if features.by_score:
+            _blocks.forward(*arguments, first=first, causal=causal, scale=scale, features=features)
+        else:
+            attend_range(*arguments, first=first + 1 if causal else keys.stop - keys.start + 1, scale=scale)
+    if sinks is not None:
+        add_sinks(out, lse, sinks)
     return out, lse
 
 
@@ -80,53 +103,89 @@ def attention_backward(
     scale: float,
     key_start: Tensor | None,
     lengths: Tensor | None,
+    window: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`attention`: the forward's pieces again, each given output and lse over all its keys."""
-    grads = tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value))
-    grad_query, grad_key, grad_value = grads
+    """Gradients of :func:`attention`: the forward's pieces again, each given output and lse over all its keys.
+
+    A sink needs no mention: it is part of ``lse``, and it has no value.
+    """
+    features = Features(window, softcap, None, alibi_slopes)
+    dtype = accumulator_dtype(query.dtype) if features.by_score else query.dtype
+    grads = [torch.zeros(t.shape, dtype=dtype) for t in (query, key, value)]
     kv_heads = key.shape[1]
-    grouped = [t.unflatten(1, (kv_heads, -1)) for t in (grad_out, query, out, lse, grad_query)]
-    for rows, start, end in _rows_by_range(query, key, key_start, lengths):
-        row_grad_out, row_query, row_out, row_lse, row_grad_query = (t[rows] for t in grouped)
-        first = _first(query, key, causal, start)
-        for q0, q1, k0, k1, square in _flash.cut(query.shape[2], end - start, first):
-            keys = slice(start + k0, start + k1)
-            piece = _flash.backward(
-                row_grad_out[..., q0:q1, :],
-                row_query[..., q0:q1, :],
-                key[rows, :, keys],
-                value[rows, :, keys],
-                row_out[..., q0:q1, :],
-                row_lse[..., q0:q1],
-                square,
-                scale,
-            )
-            row_grad_query[..., q0:q1, :] += piece[0]
-            grad_key[rows, :, keys] += piece[1]
-            grad_value[rows, :, keys] += piece[2]
+    grouped = [t.unflatten(1, (kv_heads, -1)) for t in (grad_out, query, out, lse, grads[0])]
+    for rows, queries, keys, first in _parts(query, key, key_start, lengths, cu_seqlens_q, cu_seqlens_k):
+        part_grad_out, part_query, part_out, part_lse, grad_query = (t[rows, :, :, queries] for t in grouped)
+        part_key, part_value, grad_key, grad_value = (t[rows, :, keys] for t in (key, value, *grads[1:]))
+        part_grads = grad_query, grad_key, grad_value
+        arguments = part_grad_out, part_query, part_key, part_value, part_out, part_lse, part_grads
+        if features.by_score:
+            _blocks.backward(*arguments, first=first, causal=causal, scale=scale, features=features)
+        else:
+            _add_gradients(*arguments, first=first + 1 if causal else keys.stop - keys.start + 1, scale=scale)
+    grad_query, grad_key, grad_value = (grad.to(query.dtype) for grad in grads)
     return grad_query, grad_key, grad_value
 
 
-def _first(query: Tensor, key: Tensor, causal: bool, start: int) -> int:
-    """How many keys from ``start`` on the first query sees; without a mask, all."""
-    return key.shape[2] - query.shape[2] + 1 - start if causal else key.shape[2] + 1
+def _add_gradients(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+    *,
+    first: int,
+    scale: float,
+) -> None:
+    """Adds the gradients of :func:`attend_range` to ``grads``."""
+    for q0, q1, k0, k1, square in _flash.cut(query.shape[3], key.shape[2], first):
+        piece = _flash.backward(
+            grad_out[..., q0:q1, :],
+            query[..., q0:q1, :],
+            key[:, :, k0:k1],
+            value[:, :, k0:k1],
+            out[..., q0:q1, :],
+            lse[..., q0:q1],
+            square,
+            scale,
+        )
+        grads[0][..., q0:q1, :] += piece[0]
+        grads[1][:, :, k0:k1] += piece[1]
+        grads[2][:, :, k0:k1] += piece[2]
 
 
-def _rows_by_range(
-    query: Tensor, key: Tensor, key_start: Tensor | None, lengths: Tensor | None
-) -> Iterator[tuple[slice, int, int]]:
-    """Neighbouring rows with the same valid keys ``[start, end)``; rows without a key are left out."""
-    batch, keys = key.shape[0], key.shape[2]
+def _parts(
+    query: Tensor,
+    key: Tensor,
+    key_start: Tensor | None,
+    lengths: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> Iterator[Part]:
+    """Packed rows one by one, else neighbouring rows with the same valid keys; none without a query or a key."""
+    batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
+    if query.shape[:-1].numel() == 0:
+        return
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        bounds = [list(itertools.pairwise(cu)) for cu in (cu_seqlens_q.tolist(), cu_seqlens_k.tolist())]
+        for (q0, q1), (k0, k1) in zip(*bounds, strict=True):
+            if q0 < q1 and k0 < k1:
+                yield Part(slice(0, 1), slice(q0, q1), slice(k0, k1), (k1 - k0) - (q1 - q0))
+        return
     starts = [0] * batch if key_start is None else key_start.clamp(min=0).tolist()
     ends = [keys] * batch if lengths is None else lengths.clamp(max=keys).tolist()
     ranges = list(zip(starts, ends, strict=True))
-    if query.shape[:-1].numel() == 0:
-        return
     begin = 0
     for row in range(1, batch + 1):
         if row < batch and ranges[row] == ranges[begin]:
             continue
         start, end = ranges[begin]
         if start < end:
-            yield slice(begin, row), start, end
+            yield Part(slice(begin, row), slice(0, queries), slice(start, end), keys - queries - start)
         begin = row

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
+from fastattn.ops._features import Features, add_sinks
 from fastattn.ops._outputs import empty_out_and_lse
-from fastattn.ops.cpu import _flash
+from fastattn.ops.cpu import _blocks, _flash
 from fastattn.ops.cpu.attention import attend_range
 from fastattn.ops.cpu.native import operators
 
@@ -15,9 +17,59 @@ NATIVE_QUERIES = 16  # with more, matrix products over blocks of keys are faster
 
 
 def decode_attention(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float, causal: bool
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float, causal: bool, *options: Any
 ) -> tuple[Tensor, Tensor]:
     """See :func:`fastattn.ops.decode_attention`."""
+    if options:
+        return with_features(query, key, value, lengths, scale, causal, *options)
+    return plain(query, key, value, lengths, scale, causal)
+
+
+def with_features(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    scale: float,
+    causal: bool,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over a cache with windows, sinks, soft caps and ALiBi."""
+    if Features(window, softcap, None, alibi_slopes).by_score:
+        out, lse = empty_out_and_lse(query, value.shape[3])
+        out.zero_()
+        lse.fill_(float("-inf"))
+        kv_heads = key.shape[1]
+        grouped_query, grouped_out, grouped_lse = (t.unflatten(1, (kv_heads, -1)) for t in (query, out, lse))
+        slopes = None if alibi_slopes is None else alibi_slopes.view(kv_heads, -1)
+        for batch, heads, length in blocks_of_equal_length(lengths, key.shape[2]):
+            of_heads = None if slopes is None else slopes[heads]
+            _blocks.forward_slots(
+                grouped_query[batch, heads],
+                key[batch, heads, :length],
+                value[batch, heads, :length],
+                None if positions is None else positions[batch, heads, :length],
+                grouped_out[batch, heads],
+                grouped_lse[batch, heads],
+                causal=causal,
+                scale=scale,
+                features=Features(window, softcap, None, of_heads),
+            )
+    else:
+        out, lse = plain(query, key, value, lengths, scale, causal)
+    if sinks is not None:
+        add_sinks(out, lse, sinks)
+    return out, lse
+
+
+def plain(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention over a cache without any of these."""
     native = operators()
     if native and query.shape[2] <= NATIVE_QUERIES and key.stride(3) == 1 and value.stride(3) == 1:
         return native.decode_attention(query, key, value, lengths, scale, causal)

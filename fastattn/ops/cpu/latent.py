@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fastattn.ops._outputs import empty_out_and_lse
 from fastattn.ops.cpu import _latent_bf16
 from fastattn.ops.cpu.attention import attend_range
-from fastattn.ops.cpu.decode import NATIVE_QUERIES, blocks_of_equal_length
+from fastattn.ops.cpu.decode import NATIVE_QUERIES, blocks_of_equal_length, with_features
 from fastattn.ops.cpu.native import operators
 
 
 def latent_decode(
-    query_latent: Tensor, query_rope: Tensor, cache: Tensor, lengths: Tensor, scale: float, causal: bool
+    query_latent: Tensor, query_rope: Tensor, cache: Tensor, lengths: Tensor, scale: float, causal: bool, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`fastattn.ops.latent_decode`."""
+    """See :func:`fastattn.ops.latent_decode`; ``options`` are window, soft cap and sinks."""
+    if options:
+        key = cache[:, None]
+        query, value = torch.cat([query_latent, query_rope], dim=-1), key[..., : query_latent.shape[3]]
+        return with_features(query, key, value, lengths[:, None], scale, causal, *options)
     rank, queries = query_latent.shape[3], query_latent.shape[2]
     native = operators()
     if native and queries <= NATIVE_QUERIES and cache.stride(2) == 1:

@@ -33,6 +33,22 @@ def split_range(length, capacity, tokens, i_query, i_split, splits, CAUSAL: tl.c
 
 
 @triton.jit
+def window_range(length, tokens, i_first, i_last, window, i_split, splits, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
+    """As :func:`split_range` for queries ``i_first`` to ``i_last``, without the slots before every query's window.
+
+    Positions ascend, so that a window of ``window`` positions lies within as many slots.
+    """
+    begin = tl.maximum(length - window + 1, 0)
+    seen = length
+    if CAUSAL:
+        begin = tl.maximum(length - tokens + i_first - window + 1, 0)
+        seen = tl.maximum(length - tokens + 1 + i_last, 0)
+    share = tl.cdiv(tl.cdiv(tl.maximum(seen - begin, 0), BLOCK_N), splits) * BLOCK_N
+    first = begin + i_split * share
+    return first, tl.minimum(first + share, seen)
+
+
+@triton.jit
 def combine_kernel(
     part_out,
     part_lse,
@@ -120,7 +136,7 @@ def launch_splits(
     groups: int,
     rows: int,
     capacity: int,
-    sizes: tuple[int, ...],
+    sizes: tuple[int | Tensor, ...],
     **constants: Any,
 ) -> None:
     """Run a split-KV kernel over as many splits of the slots as fill the chip, and combine their results.
@@ -135,7 +151,7 @@ def launch_splits(
         groups: sets of rows that read the same slots.
         rows: (query, head) rows of one group.
         capacity: slots of the buffer.
-        sizes: what else the kernel is told at run time.
+        sizes: what else the kernel is told at run time, tensors without their strides.
         constants: what it is compiled for, tile sizes aside.
     """
     row_tiles = triton.cdiv(rows, config.rows)

@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.ops._outputs import empty_out_and_lse
-from fastattn.ops.triton import _launch
-from fastattn.ops.triton._tile import LOG2E, load_row, load_tile, softmax_end, softmax_step
+from fastattn.ops.triton import _features, _launch
+from fastattn.ops.triton._features import add_sink, packed_row, to_logits
+from fastattn.ops.triton._tile import load_row, load_tile, softmax_end, softmax_step
 from fastattn.ops.triton.configs import OfflineCase, attention_config
 
 LARGEST_DIM = 256
@@ -37,6 +38,9 @@ def attend_tiles(
     b_sum,
     b_out,
     o_limit,
+    o_position,
+    b_slope,
+    window,
     first,
     last,
     skt,
@@ -44,6 +48,9 @@ def attend_tiles(
     svt,
     svd,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     SCALE: tl.constexpr,
     DK: tl.constexpr,
     DK1: tl.constexpr,
@@ -64,9 +71,12 @@ def attend_tiles(
         if DK2 > 0:
             b_k2 = load_tile(p_key + DK1 * skd, o_key, tl.arange(0, DK2), skt, skd, m_key, DK - DK1, DK2)
             b_score = tl.dot(b_q2, tl.trans(b_k2), b_score, input_precision="ieee")
-        b_score = b_score * (SCALE * LOG2E)
+        b_distance = o_position[:, None] - o_key[None, :] if HAS_SLOPES else 0
+        b_score, _ = to_logits(b_score, b_slope[:, None], b_distance, SCALE, SOFTCAP, HAS_SLOPES)
         if MASKED:
             b_score = tl.where(o_key[None, :] < o_limit[:, None], b_score, float("-inf"))
+        if WINDOW:
+            b_score = tl.where(o_key[None, :] > (o_position - window)[:, None], b_score, float("-inf"))
         b_weight, b_max, b_sum, b_factor = softmax_step(b_score, b_max, b_sum)
         # [N, DV1]
         b_v = load_tile(p_value, o_key, o_dv, svt, svd, m_key, DV, DV1)
@@ -81,12 +91,18 @@ def attention_kernel(
     value,
     key_start,
     lengths,
+    sinks,
+    slopes,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    tiles,
     out,
     lse,
     kv_heads,
     queries,
     keys,
     row_tiles,
+    window,
     sqb,
     sqh,
     sqt,
@@ -103,6 +119,11 @@ def attention_kernel(
     CAUSAL: tl.constexpr,
     HAS_START: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    PACKED: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DK1: tl.constexpr,
@@ -117,6 +138,12 @@ def attention_kernel(
     i_bh = tl.program_id(0) // row_tiles
     i_b = (i_bh // kv_heads).to(tl.int64)
     i_h = (i_bh % kv_heads).to(tl.int64)
+    tokens = queries
+    if PACKED:
+        i_tile, q_first, queries, k_first, keys = packed_row(tiles, cu_seqlens_q, cu_seqlens_k, i_tile)
+        query += q_first * sqt
+        key += k_first * skt
+        value += k_first * svt
     o_row = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     m_row = o_row < queries * GROUP
     o_query = o_row // GROUP
@@ -131,7 +158,17 @@ def attention_kernel(
         end = tl.minimum(end, i_last + keys - queries + 1)
         full = tl.minimum(end, i_tile * BLOCK_M // GROUP + keys - queries + 1)
         o_limit = tl.minimum(o_limit, o_query + keys - queries + 1)
-    full = first + tl.maximum(full - first, 0) // BLOCK_N * BLOCK_N
+    if PACKED:
+        end = tl.where(i_tile * BLOCK_M < queries * GROUP, end, 0)
+    if WINDOW:  # the tiles at both ends of a window are masked, and a window has few between them
+        first = tl.maximum(first, i_tile * BLOCK_M // GROUP + keys - queries - window + 1)
+        full = first
+    else:
+        full = first + tl.maximum(full - first, 0) // BLOCK_N * BLOCK_N
+    o_position = o_query + keys - queries
+    b_slope = tl.zeros((BLOCK_M,), tl.float32)
+    if HAS_SLOPES:
+        b_slope = tl.load(slopes + o_head, mask=m_row, other=0.0)
 
     # [M, DK1], [M, DK2]
     p_query = query + i_b * sqb + o_head * sqh + o_query.to(tl.int64) * sqt
@@ -144,18 +181,26 @@ def attention_kernel(
     b_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
     b_out = tl.zeros((BLOCK_M, DV1), tl.float32)
+    if not WINDOW:
+        b_max, b_sum, b_out = attend_tiles(
+            b_q1, b_q2, p_key, p_value, b_max, b_sum, b_out, o_limit, o_position, b_slope, window, first, full,
+            skt, skd, svt, svd, MASKED=False, WINDOW=False, SOFTCAP=SOFTCAP, HAS_SLOPES=HAS_SLOPES,
+            SCALE=SCALE, DK=DK, DK1=DK1, DK2=DK2, DV=DV, DV1=DV1, BLOCK_N=BLOCK_N,
+        )  # fmt: skip
     b_max, b_sum, b_out = attend_tiles(
-        b_q1, b_q2, p_key, p_value, b_max, b_sum, b_out, o_limit, first, full, skt, skd, svt, svd,
-        MASKED=False, SCALE=SCALE, DK=DK, DK1=DK1, DK2=DK2, DV=DV, DV1=DV1, BLOCK_N=BLOCK_N,
-    )  # fmt: skip
-    b_max, b_sum, b_out = attend_tiles(
-        b_q1, b_q2, p_key, p_value, b_max, b_sum, b_out, o_limit, full, end, skt, skd, svt, svd,
-        MASKED=True, SCALE=SCALE, DK=DK, DK1=DK1, DK2=DK2, DV=DV, DV1=DV1, BLOCK_N=BLOCK_N,
+        b_q1, b_q2, p_key, p_value, b_max, b_sum, b_out, o_limit, o_position, b_slope, window, full, end,
+        skt, skd, svt, svd, MASKED=True, WINDOW=WINDOW, SOFTCAP=SOFTCAP, HAS_SLOPES=HAS_SLOPES,
+        SCALE=SCALE, DK=DK, DK1=DK1, DK2=DK2, DV=DV, DV1=DV1, BLOCK_N=BLOCK_N,
     )  # fmt: skip
 
+    if HAS_SINKS:
+        b_sink = tl.load(sinks + o_head, mask=m_row, other=0.0)
+        b_max, b_sum, b_out = add_sink(b_max, b_sum, b_out, b_sink)
     b_divisor, b_lse = softmax_end(b_max, b_sum)
     # rows of the output are (batch, head, query) triples
-    o_out = (i_b * kv_heads * GROUP + o_head) * queries + o_query
+    o_out = (i_b * kv_heads * GROUP + o_head) * tokens + o_query
+    if PACKED:
+        o_out += q_first
     o_dv = tl.arange(0, DV1)
     m_out = m_row[:, None] & (o_dv < DV)[None, :]
     tl.store(lse + o_out, b_lse, mask=m_row)
@@ -172,6 +217,12 @@ def attention(
     scale: float,
     key_start: Tensor | None,
     lengths: Tensor | None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``fastattn::attention``."""
     _launch.check_dtype("attention", "query", query)
@@ -186,26 +237,28 @@ def attention(
     dk1, dk2 = _launch.split_columns(key_dim)
     dv1 = _launch.next_power_of_two(value_dim, 16)
     config = attention_config(_launch.target_of(query).family, group * queries, max(dk1 + dk2, dv1), query.itemsize)
-    row_tiles = triton.cdiv(group * queries, config.rows)
+    tiles, row_tiles = _features.map_tiles(cu_seqlens_q, queries, group, config.rows, query)
     _launch.kernel(attention_kernel)[(batch * kv_heads * row_tiles,)](
         query,
         key,
         value,
         query if key_start is None else key_start.contiguous(),
         query if lengths is None else lengths.contiguous(),
+        *_features.tensors(query, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k),
+        tiles,
         out,
         lse,
         kv_heads,
         queries,
         keys,
         row_tiles,
-        *query.stride(),
-        *key.stride(),
-        *value.stride(),
+        window,
+        *(stride for tensor in (query, key, value) for stride in tensor.stride()),
         SCALE=float(scale),
         CAUSAL=causal,
         HAS_START=key_start is not None,
         HAS_LENGTHS=lengths is not None,
+        **_features.switches(window, softcap, sinks, alibi_slopes, cu_seqlens_q),
         GROUP=int(group),
         DK=int(key_dim),
         DK1=dk1,
@@ -222,13 +275,20 @@ def attention(
 def offline_cases() -> list[OfflineCase]:
     """Every shape class of the table."""
 
-    def case(name: str, key_dim: int, value_dim: int, tokens: int = 4096, causal: bool = True, dtype=torch.bfloat16):
+    def case(name: str, key_dim: int, value_dim: int, tokens: int = 4096, causal: bool = True, dtype=torch.bfloat16,
+             window: int = 0, softcap: float = 0.0, per_head: bool = False, packed: bool = False):  # fmt: skip
         def launch() -> object:
             def empty(heads: int, dim: int) -> Tensor:
                 return torch.empty(2, heads, tokens, dim, dtype=dtype, device="meta")
 
             bounds = torch.empty(2, dtype=torch.int32, device="meta")
-            return attention(empty(32, key_dim), empty(8, key_dim), empty(8, value_dim), causal, 0.1, bounds, bounds)
+            heads = torch.empty(32, device="meta") if per_head else None
+            rows = torch.empty(5, dtype=torch.int32, device="meta") if packed else None
+            start, end = (None, None) if packed else (bounds, bounds)
+            query, key, value = empty(32, key_dim), empty(8, key_dim), empty(8, value_dim)
+            if packed:
+                query, key, value = query[:1], key[:1], value[:1]
+            return attention(query, key, value, causal, 0.1, start, end, window, softcap, heads, heads, rows, rows)
 
         return OfflineCase(f"attention {name}", launch)
 
@@ -237,6 +297,11 @@ def offline_cases() -> list[OfflineCase]:
         *(case(f"{dk}/{dv}", dk, dv) for dk, dv in dims),
         case("128/128 not causal", 128, 128, causal=False),
         *(case(f"{dk}/{dv} few rows", dk, dv, tokens=16) for dk, dv in dims[2:]),
+        *(
+            case(f"{dim}/{dim} window, cap, sinks, slopes", dim, dim, window=1024, softcap=50.0, per_head=True)
+            for dim in (64, 128, 256)
+        ),
+        case("128/128 packed", 128, 128, packed=True),
         case("128/128 float32", 128, 128, dtype=torch.float32),
         case("256/256 float32", 256, 256, dtype=torch.float32),
     ]

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.ops.triton import _launch
+from fastattn.ops.triton import _features, _launch
+from fastattn.ops.triton._features import packed_row, to_logits
 from fastattn.ops.triton._tile import LOG2E, load_row, load_tile
 from fastattn.ops.triton.attention import LARGEST_DIM, key_range
 from fastattn.ops.triton.configs import OfflineCase, backward_configs
@@ -68,12 +69,17 @@ def grad_key_value_kernel(
     delta,
     key_start,
     lengths,
+    slopes,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    tiles,
     grad_key,
     grad_value,
     kv_heads,
     queries,
     keys,
     key_tiles,
+    window,
     sgb,
     sgh,
     sgt,
@@ -94,6 +100,10 @@ def grad_key_value_kernel(
     CAUSAL: tl.constexpr,
     HAS_START: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    PACKED: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DK1: tl.constexpr,
@@ -108,6 +118,17 @@ def grad_key_value_kernel(
     i_bh = tl.program_id(0) // key_tiles
     i_b = (i_bh // kv_heads).to(tl.int64)
     i_h = (i_bh % kv_heads).to(tl.int64)
+    tokens = queries
+    o_grad = i_bh.to(tl.int64) * keys
+    if PACKED:
+        i_tile, q_first, queries, k_first, keys = packed_row(tiles, cu_seqlens_q, cu_seqlens_k, i_tile)
+        grad_out += q_first * sgt
+        query += q_first * sqt
+        key += k_first * skt
+        value += k_first * svt
+        lse += q_first
+        delta += q_first
+        o_grad += k_first
     o_key = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     first, end = key_range(key_start, lengths, i_b, keys, HAS_START, HAS_LENGTHS)
     m_key = (o_key >= first) & (o_key < end)
@@ -130,6 +151,9 @@ def grad_key_value_kernel(
     last_row = queries * GROUP
     if CAUSAL:
         first_row = tl.maximum(i_tile * BLOCK_M - (keys - queries), 0) * GROUP
+    if WINDOW:
+        o_last = i_tile * BLOCK_M + BLOCK_M - 1 + window - (keys - queries)
+        last_row = tl.minimum(last_row, tl.maximum(o_last, 0) * GROUP)
     if (i_tile * BLOCK_M >= end) | (i_tile * BLOCK_M + BLOCK_M <= first):
         last_row = 0
     for start in tl.range(first_row, last_row, BLOCK_N):
@@ -137,7 +161,7 @@ def grad_key_value_kernel(
         m_row = o_row < last_row
         o_query = o_row // GROUP
         o_head = i_h * GROUP + o_row % GROUP
-        b_lse, b_delta = load_statistics(lse, delta, (i_b * kv_heads * GROUP + o_head) * queries + o_query, m_row)
+        b_lse, b_delta = load_statistics(lse, delta, (i_b * kv_heads * GROUP + o_head) * tokens + o_query, m_row)
         # [N, DK1], [N, DK2], [N, DV1]
         p_query = query + i_b * sqb + o_head * sqh + o_query.to(tl.int64) * sqt
         b_q1 = load_row(p_query, o_d1, sqd, m_row, DK if DK < DK1 else DK1, DK1)
@@ -146,8 +170,13 @@ def grad_key_value_kernel(
             b_q2 = load_row(p_query + DK1 * sqd, o_d2, sqd, m_row, DK - DK1, DK2)
             b_score = tl.dot(b_k2, tl.trans(b_q2), b_score, input_precision="ieee")
         # [M, N]
-        b_p = tl.exp2(b_score * (SCALE * LOG2E) - b_lse[None, :])
+        b_slope = tl.load(slopes + o_head, mask=m_row, other=0.0)[None, :] if HAS_SLOPES else 0.0
+        b_distance = (o_query + keys - queries)[None, :] - o_key[:, None]
+        b_logit, b_tanh = to_logits(b_score, b_slope, b_distance, SCALE, SOFTCAP, HAS_SLOPES)
+        b_p = tl.exp2(b_logit - b_lse[None, :])
         m_seen = m_key[:, None] & m_row[None, :]
+        if WINDOW:
+            m_seen &= b_distance < window
         if CAUSAL:
             m_seen &= o_key[:, None] <= (o_query + keys - queries)[None, :]
         b_p = tl.where(m_seen, b_p, 0.0)
@@ -155,12 +184,15 @@ def grad_key_value_kernel(
         b_grad = load_row(p_grad, o_dv, sgd, m_row, DV, DV1)
         b_grad_v = tl.dot(b_p.to(b_grad.dtype), b_grad, b_grad_v, input_precision="ieee")
         b_grad_p = tl.dot(b_v, tl.trans(b_grad), input_precision="ieee")
-        b_grad_s = (b_p * (b_grad_p - b_delta[None, :])).to(b_q1.dtype)
+        b_grad_s = b_p * (b_grad_p - b_delta[None, :])
+        if SOFTCAP > 0:
+            b_grad_s *= 1.0 - b_tanh * b_tanh
+        b_grad_s = b_grad_s.to(b_q1.dtype)
         b_grad_k1 = tl.dot(b_grad_s, b_q1, b_grad_k1, input_precision="ieee")
         if DK2 > 0:
             b_grad_k2 = tl.dot(b_grad_s, b_q2, b_grad_k2, input_precision="ieee")
 
-    o_out = (i_bh.to(tl.int64) * keys + o_key)[:, None]
+    o_out = (o_grad + o_key)[:, None]
     m_out = (o_key < keys)[:, None]
     kind = grad_key.dtype.element_ty
     tl.store(grad_key + o_out * DK + o_d1[None, :], (b_grad_k1 * SCALE).to(kind), mask=m_out & (o_d1 < DK)[None, :])
@@ -180,11 +212,16 @@ def grad_query_kernel(
     delta,
     key_start,
     lengths,
+    slopes,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    tiles,
     grad_query,
     kv_heads,
     queries,
     keys,
     row_tiles,
+    window,
     sgb,
     sgh,
     sgt,
@@ -205,6 +242,10 @@ def grad_query_kernel(
     CAUSAL: tl.constexpr,
     HAS_START: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    PACKED: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DK1: tl.constexpr,
@@ -219,6 +260,13 @@ def grad_query_kernel(
     i_bh = tl.program_id(0) // row_tiles
     i_b = (i_bh // kv_heads).to(tl.int64)
     i_h = (i_bh % kv_heads).to(tl.int64)
+    tokens = queries
+    if PACKED:
+        i_tile, q_first, queries, k_first, keys = packed_row(tiles, cu_seqlens_q, cu_seqlens_k, i_tile)
+        grad_out += q_first * sgt
+        query += q_first * sqt
+        key += k_first * skt
+        value += k_first * svt
     o_row = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     m_row = o_row < queries * GROUP
     o_query = o_row // GROUP
@@ -231,7 +279,16 @@ def grad_query_kernel(
     if CAUSAL:
         i_last = (tl.minimum(i_tile * BLOCK_M + BLOCK_M, queries * GROUP) - 1) // GROUP
         end = tl.minimum(end, i_last + keys - queries + 1)
-    o_out = (i_b * kv_heads * GROUP + o_head) * queries + o_query
+    if PACKED:
+        end = tl.where(i_tile * BLOCK_M < queries * GROUP, end, 0)
+    if WINDOW:
+        first = tl.maximum(first, i_tile * BLOCK_M // GROUP + keys - queries - window + 1)
+    b_slope = 0.0
+    if HAS_SLOPES:
+        b_slope = tl.load(slopes + o_head, mask=m_row, other=0.0)[:, None]
+    o_out = (i_b * kv_heads * GROUP + o_head) * tokens + o_query
+    if PACKED:
+        o_out += q_first
     b_lse, b_delta = load_statistics(lse, delta, o_out, m_row)
     # [M, DK1], [M, DK2], [M, DV1]
     p_query = query + i_b * sqb + o_head * sqh + o_query.to(tl.int64) * sqt
@@ -255,13 +312,20 @@ def grad_query_kernel(
             b_score = tl.dot(b_q2, tl.trans(b_k2), b_score, input_precision="ieee")
         b_v = load_tile(p_value, o_key, o_dv, svt, svd, m_key, DV, DV1)
         # [M, N]
-        b_p = tl.exp2(b_score * (SCALE * LOG2E) - b_lse[:, None])
+        b_distance = (o_query + keys - queries)[:, None] - o_key[None, :]
+        b_logit, b_tanh = to_logits(b_score, b_slope, b_distance, SCALE, SOFTCAP, HAS_SLOPES)
+        b_p = tl.exp2(b_logit - b_lse[:, None])
         m_seen = m_key[None, :]
+        if WINDOW:
+            m_seen = m_seen & (b_distance < window)
         if CAUSAL:
             m_seen = m_seen & (o_key[None, :] <= (o_query + keys - queries)[:, None])
         b_p = tl.where(m_seen, b_p, 0.0)
         b_grad_p = tl.dot(b_grad, tl.trans(b_v), input_precision="ieee")
-        b_grad_s = (b_p * (b_grad_p - b_delta[:, None])).to(b_k1.dtype)
+        b_grad_s = b_p * (b_grad_p - b_delta[:, None])
+        if SOFTCAP > 0:
+            b_grad_s *= 1.0 - b_tanh * b_tanh
+        b_grad_s = b_grad_s.to(b_k1.dtype)
         b_grad_q1 = tl.dot(b_grad_s, b_k1, b_grad_q1, input_precision="ieee")
         if DK2 > 0:
             b_grad_q2 = tl.dot(b_grad_s, b_k2, b_grad_q2, input_precision="ieee")
@@ -285,6 +349,11 @@ def attention_backward(
     scale: float,
     key_start: Tensor | None,
     lengths: Tensor | None,
+    window: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launcher of ``fastattn::attention_backward``."""
     _launch.check_dtype("attention", "query", query)
@@ -316,6 +385,7 @@ def attention_backward(
         delta,
         query if key_start is None else key_start.contiguous(),
         query if lengths is None else lengths.contiguous(),
+        *_features.tensors(query, None, alibi_slopes, cu_seqlens_q, cu_seqlens_k)[1:],
     )
     strides = (*grad_out.stride(), *query.stride(), *key.stride(), *value.stride())
     shapes = {
@@ -323,6 +393,7 @@ def attention_backward(
         "CAUSAL": causal,
         "HAS_START": key_start is not None,
         "HAS_LENGTHS": lengths is not None,
+        **_features.switches(window, softcap, None, alibi_slopes, cu_seqlens_q),
         "GROUP": int(group),
         "DK": int(key_dim),
         "DK1": dk1,
@@ -330,16 +401,17 @@ def attention_backward(
         "DV": int(value_dim),
         "DV1": dv1,
     }
-    key_tiles = triton.cdiv(keys, for_keys.rows)
+    del shapes["HAS_SINKS"]  # a sink is part of lse
+    tiles, key_tiles = _features.map_tiles(cu_seqlens_k, keys, 1, for_keys.rows, query)
     if batch * kv_heads * keys != 0:
         _launch.kernel(grad_key_value_kernel)[(batch * kv_heads * key_tiles,)](
-            *inputs, grads[1], grads[2], kv_heads, queries, keys, key_tiles, *strides, **shapes,
+            *inputs, tiles, grads[1], grads[2], kv_heads, queries, keys, key_tiles, window, *strides, **shapes,
             BLOCK_M=for_keys.rows, BLOCK_N=for_keys.keys, **for_keys.options(),
         )  # fmt: skip
-    row_tiles = triton.cdiv(group * queries, for_queries.rows)
+    tiles, row_tiles = _features.map_tiles(cu_seqlens_q, queries, group, for_queries.rows, query)
     if rows != 0:
         _launch.kernel(grad_query_kernel)[(batch * kv_heads * row_tiles,)](
-            *inputs, grads[0], kv_heads, queries, keys, row_tiles, *strides, **shapes,
+            *inputs, tiles, grads[0], kv_heads, queries, keys, row_tiles, window, *strides, **shapes,
             BLOCK_M=for_queries.rows, BLOCK_N=for_queries.keys, **for_queries.options(),
         )  # fmt: skip
     return grads
@@ -348,7 +420,7 @@ def attention_backward(
 def offline_cases() -> list[OfflineCase]:
     """Every shape class of the table."""
 
-    def case(name: str, key_dim: int, value_dim: int, dtype=torch.bfloat16) -> OfflineCase:
+    def case(name: str, key_dim: int, value_dim: int, dtype=torch.bfloat16, features=()) -> OfflineCase:
         def launch() -> object:
             def empty(heads: int, dim: int) -> Tensor:
                 return torch.empty(2, heads, 4096, dim, dtype=dtype, device="meta")
@@ -357,12 +429,13 @@ def offline_cases() -> list[OfflineCase]:
             lse = torch.empty(2, 32, 4096, device="meta")
             grad, query, out = empty(32, value_dim), empty(32, key_dim), empty(32, value_dim)
             key, value = empty(8, key_dim), empty(8, value_dim)
-            return attention_backward(grad, query, key, value, out, lse, True, 0.1, bounds, bounds)
+            return attention_backward(grad, query, key, value, out, lse, True, 0.1, bounds, bounds, *features)
 
         return OfflineCase(f"attention_backward {name}", launch)
 
     return [
         *(case(f"{dk}/{dv}", dk, dv) for dk, dv in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))),
+        case("128/128 window, cap, slopes", 128, 128, features=(1024, 50.0, torch.empty(32, device="meta"))),
         case("128/128 float32", 128, 128, dtype=torch.float32),
         case("256/256 float32", 256, 256, dtype=torch.float32),
     ]

@@ -7,10 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.ops._features import add_sinks
 from fastattn.ops._outputs import empty_out_and_lse
 from fastattn.ops.triton import _launch
-from fastattn.ops.triton._split import launch_splits, split_range
-from fastattn.ops.triton._tile import LOG2E, load_row, load_tile, softmax_end, softmax_step
+from fastattn.ops.triton._features import to_logits
+from fastattn.ops.triton._split import launch_splits, split_range, window_range
+from fastattn.ops.triton._tile import load_row, load_tile, softmax_end, softmax_step
 from fastattn.ops.triton.configs import OfflineCase, decode_config
 
 LARGEST_DIM = 512
@@ -26,6 +28,9 @@ def decode_kernel(
     lse,
     kv_heads,
     tokens,
+    window,
+    slopes,
+    positions,
     capacity,
     row_tiles,
     splits,
@@ -47,6 +52,10 @@ def decode_kernel(
     sls,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DK1: tl.constexpr,
@@ -75,9 +84,24 @@ def decode_kernel(
     length, first, last = split_range(
         length, capacity, tokens, i_last // GROUP, i_split, splits, CAUSAL=CAUSAL, BLOCK_N=BLOCK_N
     )
+    if WINDOW:
+        first, last = window_range(
+            length, tokens, i_tile * BLOCK_M // GROUP, i_last // GROUP, window, i_split, splits, CAUSAL, BLOCK_N
+        )
     o_limit = tl.zeros((BLOCK_M,), tl.int32) + length
     if CAUSAL:
         o_limit = length - tokens + 1 + o_query
+
+    # where queries stand: at their own slots, or one past the newest
+    o_position = o_limit - 1
+    p_position = positions + (i_b * kv_heads + i_h) * capacity
+    if HAS_POSITIONS:
+        o_position = tl.load(p_position + o_position, mask=o_position >= 0, other=0)
+    if not CAUSAL:
+        o_position += 1
+    b_slope = 0.0
+    if HAS_SLOPES:
+        b_slope = tl.load(slopes + o_head, mask=m_row, other=0.0)[:, None]
 
     p_query = query + i_b * sqb + o_head * sqh + o_query.to(tl.int64) * sqt
     # [M, DK1], [M, DK2]
@@ -101,7 +125,14 @@ def decode_kernel(
             b_k2 = load_tile(p_key + DK1 * skd, o_slot, o_d2 - DK1, skt, skd, m_slot, DK - DK1, DK2)
             b_score = tl.dot(b_q2, tl.trans(b_k2), b_score, input_precision="ieee")
         m_seen = m_slot[None, :] & (o_slot[None, :] < o_limit[:, None])
-        b_score = tl.where(m_seen, b_score * (SCALE * LOG2E), float("-inf"))
+        o_where = o_slot
+        if HAS_POSITIONS:
+            o_where = tl.load(p_position + o_slot, mask=m_slot, other=0)
+        b_distance = o_position[:, None] - o_where[None, :]
+        if WINDOW:
+            m_seen = m_seen & (b_distance < window)
+        b_logit, _ = to_logits(b_score, b_slope, b_distance, SCALE, SOFTCAP, HAS_SLOPES)
+        b_score = tl.where(m_seen, b_logit, float("-inf"))
         b_weight, b_max, b_sum, b_factor = softmax_step(b_score, b_max, b_sum)
         # [N, DV1]
         b_v = load_tile(p_value, o_slot, o_dv, svt, svd, m_slot, DV, DV1)
@@ -120,7 +151,17 @@ def decode_kernel(
 
 
 def decode_attention(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    scale: float,
+    causal: bool,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``fastattn::decode_attention``."""
     _launch.check_dtype("decode_attention", "query", query)
@@ -144,9 +185,19 @@ def decode_attention(
         groups=batch * kv_heads,
         rows=group * tokens,
         capacity=capacity,
-        sizes=(kv_heads, tokens),
+        sizes=(
+            kv_heads,
+            tokens,
+            window,
+            query if alibi_slopes is None else alibi_slopes.float().contiguous(),
+            query if positions is None else positions.contiguous(),
+        ),
         SCALE=float(scale),
         CAUSAL=causal,
+        WINDOW=window != 0,
+        SOFTCAP=float(softcap),
+        HAS_SLOPES=alibi_slopes is not None,
+        HAS_POSITIONS=positions is not None and (window != 0 or alibi_slopes is not None),
         GROUP=int(group),
         DK=int(key_dim),
         DK1=dk1,
@@ -154,20 +205,35 @@ def decode_attention(
         DV=int(value_dim),
         DV1=dv1,
     )
+    if sinks is not None:
+        add_sinks(out, lse, sinks)
     return out, lse
 
 
 def offline_cases() -> list[OfflineCase]:
     """Every shape class of the table: head dims times rows of a group."""
 
-    def case(name: str, group: int, key_dim: int, value_dim: int, tokens: int = 1, dtype=torch.bfloat16) -> OfflineCase:
+    def case(
+        name: str,
+        group: int,
+        key_dim: int,
+        value_dim: int,
+        tokens: int = 1,
+        dtype=torch.bfloat16,
+        features: bool = False,
+    ) -> OfflineCase:
         def launch() -> object:
             def empty(*shape: int) -> Tensor:
                 return torch.empty(shape, dtype=dtype, device="meta")
 
             lengths = torch.empty(2, 8, dtype=torch.int32, device="meta")
             query = empty(2, 8 * group, tokens, key_dim)
-            return decode_attention(query, empty(2, 8, 4096, key_dim), empty(2, 8, 4096, value_dim), lengths, 0.1, True)
+            key, value = empty(2, 8, 4096, key_dim), empty(2, 8, 4096, value_dim)
+            if not features:
+                return decode_attention(query, key, value, lengths, 0.1, True)
+            heads = torch.empty(8 * group, device="meta")
+            positions = torch.empty(2, 8, 4096, dtype=torch.int32, device="meta")
+            return decode_attention(query, key, value, lengths, 0.1, True, 1024, 50.0, None, heads, positions)
 
         return OfflineCase(name, launch)
 
@@ -177,6 +243,8 @@ def offline_cases() -> list[OfflineCase]:
         for group, tokens in ((4, 1), (16, 2), (8, 8))
     ]
     cases += [case(f"decode_attention {dk}/{dv} rows 4", 4, dk, dv) for dk, dv in ((96, 96), (192, 128))]
+    name = "decode_attention {0}/{0} rows 4 window, cap, slopes"
+    cases += [case(name.format(dim), 4, dim, dim, features=True) for dim in (64, 128, 256)]
     for dim in (64, 128, 256, 512):
         cases.append(case(f"decode_attention {dim}/{dim} rows 4 float32", 4, dim, dim, dtype=torch.float32))
     return cases

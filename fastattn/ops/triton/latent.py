@@ -7,10 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.ops._features import add_sinks
 from fastattn.ops._outputs import empty_out_and_lse
 from fastattn.ops.triton import _launch
-from fastattn.ops.triton._split import launch_splits, split_range
-from fastattn.ops.triton._tile import LOG2E, load_row, load_tile, softmax_end, softmax_step
+from fastattn.ops.triton._features import to_logits
+from fastattn.ops.triton._split import launch_splits, split_range, window_range
+from fastattn.ops.triton._tile import load_row, load_tile, softmax_end, softmax_step
 from fastattn.ops.triton.configs import OfflineCase, latent_config
 
 LARGEST_RANK = 512
@@ -26,6 +28,7 @@ def latent_kernel(
     out,
     lse,
     tokens,
+    window,
     capacity,
     row_tiles,
     splits,
@@ -45,6 +48,8 @@ def latent_kernel(
     sls,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     RANK1: tl.constexpr,
@@ -69,6 +74,10 @@ def latent_kernel(
     length, first, last = split_range(
         length, capacity, tokens, i_last // HEADS, i_split, splits, CAUSAL=CAUSAL, BLOCK_N=BLOCK_N
     )
+    if WINDOW:
+        first, last = window_range(
+            length, tokens, i_tile * BLOCK_M // HEADS, i_last // HEADS, window, i_split, splits, CAUSAL, BLOCK_N
+        )
     o_limit = tl.zeros((BLOCK_M,), tl.int32) + length
     if CAUSAL:
         o_limit = length - tokens + 1 + o_query
@@ -95,7 +104,10 @@ def latent_kernel(
             b_k = load_tile(p_cache + RANK * scd, o_slot, o_rope, sct, scd, m_slot, ROPE, ROPE1)
             b_score = tl.dot(b_r, tl.trans(b_k), b_score, input_precision="ieee")
         m_seen = m_slot[None, :] & (o_slot[None, :] < o_limit[:, None])
-        b_score = tl.where(m_seen, b_score * (SCALE * LOG2E), float("-inf"))
+        if WINDOW:  # a query stands at its own slot, the last that it sees, or one past it
+            m_seen = m_seen & (o_slot[None, :] + window + (1 if CAUSAL else 0) > o_limit[:, None])
+        b_logit, _ = to_logits(b_score, 0.0, 0, SCALE, SOFTCAP, False)
+        b_score = tl.where(m_seen, b_logit, float("-inf"))
         b_weight, b_max, b_sum, b_factor = softmax_step(b_score, b_max, b_sum)
         b_out = tl.dot(b_weight.to(b_c.dtype), b_c, b_out * b_factor[:, None], input_precision="ieee")
 
@@ -112,7 +124,15 @@ def latent_kernel(
 
 
 def latent_decode(
-    query_latent: Tensor, query_rope: Tensor, cache: Tensor, lengths: Tensor, scale: float, causal: bool
+    query_latent: Tensor,
+    query_rope: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    scale: float,
+    causal: bool,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``fastattn::latent_decode``."""
     _launch.check_dtype("latent_decode", "query_latent", query_latent)
@@ -134,15 +154,19 @@ def latent_decode(
         groups=batch,
         rows=heads * tokens,
         capacity=capacity,
-        sizes=(tokens,),
+        sizes=(tokens, window),
         SCALE=float(scale),
         CAUSAL=causal,
+        WINDOW=window != 0,
+        SOFTCAP=float(softcap),
         HEADS=int(heads),
         RANK=int(rank),
         RANK1=rank1,
         ROPE=int(rope),
         ROPE1=rope1,
     )
+    if sinks is not None:
+        add_sinks(out, lse, sinks)
     return out, lse
 
 
