@@ -6,6 +6,7 @@ shows every attention call it makes, what it passes, and how queries and keys ar
 
 from __future__ import annotations
 
+import threading
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fastattn.integrations._arguments import CACHE_KEYWORD
+from fastattn.integrations._arguments import CACHE_KEYWORD, check_arguments
 from fastattn.integrations.transformers import _versions
 from fastattn.integrations.transformers._attention import (
     NAME,
@@ -25,7 +26,7 @@ from fastattn.integrations.transformers._attention import (
     remember_previous,
     was_switched,
 )
-from fastattn.integrations.transformers._layers import CompressedLayer, ForwardedCache, check_arguments
+from fastattn.integrations.transformers._layers import CompressedLayer, ForwardedCache
 from fastattn.integrations.transformers._rotary import checked_rotary, find_rotary, low_rank_rotary
 from fastattn.modules.low_rank import LowRankAttention
 from fastattn.modules.rotary import Rotary
@@ -137,13 +138,21 @@ class CacheHook:
         remember_previous(self.config, self.previous)
 
 
+# One examination at a time: each changes the model's configuration and may have to change it back.
+_SWITCHING = threading.RLock()
+
+
 def switch(model: Any) -> CacheHook:
     """Switch ``model`` to the attention function ``"fastattn"``, unless it is already.
 
     Raises:
         TypeError, ValueError: it can't be served; then nothing has changed.
     """
-    decoder = _find_decoder(model)
+    with _SWITCHING:
+        return _switched(_find_decoder(model))
+
+
+def _switched(decoder: Any) -> CacheHook:
     hook = next((h for h in decoder._forward_pre_hooks.values() if isinstance(h, CacheHook)), None)
     implementation = decoder.config._attn_implementation
     fingerprint = _fingerprint(decoder)
@@ -247,7 +256,7 @@ class _Examination(ForwardedCache):
         call = {"module": module, "query": query, "key": key, "value": value, "mask": attention_mask, **arguments}
         self.calls.setdefault(module.layer_idx, []).append(call)
         if isinstance(self.layers[module.layer_idx], CompressedLayer):
-            check_arguments(arguments)
+            check_arguments(arguments, "a compressed cache")
             new_token_mask(attention_mask)
         # All zeros: every position then has the same input in the next layer too.
         rows, heads, tokens, _ = query.shape
@@ -276,8 +285,7 @@ def _examine(decoder: Any, hook: CacheHook) -> ModelSpec:
         raise
     except RuntimeError as error:
         raise ValueError(
-            f"a forward pass of {name} with a compressed cache failed ({error}): layers that use the attention mask "
-            "themselves, beside transformers' attention interface, are not supported"
+            f"a forward pass of {name} over four tokens with a compressed cache failed ({error})"
         ) from error
 
     slots: list[int | None] = []
