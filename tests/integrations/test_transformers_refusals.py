@@ -350,3 +350,29 @@ def test_an_implementation_set_by_hand():
     model.config._attn_implementation = "fastattn"
     with pytest.raises(ValueError, match="set by compressed_cache"):
         model(ragged_prompt()[0])
+
+
+def test_four_first_caches_at_once():
+    """One thread's failed examination must not undo another's: examinations take turns."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    model = make_model("llama")
+    ids, mask = ragged_prompt((12, 12, 12))
+    with ThreadPoolExecutor(4) as pool:
+        caches = list(pool.map(lambda _: compressed_cache(model, "knorm", 64, batch_size=3), range(4)))
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, use_cache=False).logits
+        for cache in caches:
+            found = model(ids, attention_mask=mask, past_key_values=cache).logits
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_second_prompt_without_reset():
+    model = make_model("llama")
+    ids, mask = ragged_prompt((12, 12, 12))
+    cache = compressed_cache(model, "knorm", 64, batch_size=3)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+        with pytest.raises(ValueError, match=r"at least one new token, got none: .* cache\.reset\(\)"):
+            model(ids[:, :0], attention_mask=mask, past_key_values=cache)
+    assert int(cache.kv.columns) == ids.shape[1]

@@ -112,6 +112,7 @@ class CompressedCache(ForwardedCache):
         if slot is None:
             return previous_attention(module)(module, query, key, value, attention_mask, **arguments)
         check_arguments(arguments, "a compressed cache")
+        self._check_rows(query.shape[0])
         mask, position_ids = new_token_mask(attention_mask), arguments.get("position_ids")
         if torch.is_autocast_enabled(query.device.type):
             # Projections come in autocast's dtype, what was rotated or normed in a wider one. Attention casts there.
@@ -133,11 +134,19 @@ class CompressedCache(ForwardedCache):
         self, module: Any, hidden_states: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None
     ) -> Tensor:
         slot = self._slots[module.layer_idx]
+        self._check_rows(hidden_states.shape[0])
         mask = new_token_mask(attention_mask)
         out: Tensor = module.attend_latent_cache(hidden_states, position_ids, mask, self.kv, slot)
         if slot == self._last:
             self.entered = False
         return out
+
+    def _check_rows(self, rows: int) -> None:
+        if rows != self.batch_size:
+            raise ValueError(
+                f"a call must have the cache's batch size {self.batch_size}, got {rows} rows (prompts x beams or "
+                f"returned sequences): give compressed_cache(model, ..., batch_size={rows})"
+            )
 
     def reset(self) -> None:
         """Empty the cache, in place."""

@@ -121,6 +121,13 @@ class CacheHook:
             raise ValueError("output_attentions=True is not supported by a compressed cache: it forms no weights")
         if decoder.training and getattr(decoder, "gradient_checkpointing", False):
             raise ValueError("gradient checkpointing runs layers twice: call model.eval() to use a compressed cache")
+        given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        tokens = next((value for value in given if value is not None), None)
+        if tokens is not None and tokens.shape[1] == 0:
+            raise ValueError(
+                "a call must bring at least one new token, got none: for another prompt call cache.reset() first; to "
+                "go on, pass the whole text so far, of which at least the last token has not been fed"
+            )
         if self.wants_columns:
             _versions.give_columns(args, kwargs, cache.get_seq_length())
         cache.entered = True
