@@ -92,6 +92,24 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return args[0] if args else kwargs["hidden_states"]
 
 
+def _probe(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[Tensor, Tensor], None]
+) -> None:
+    """Compare the layer at inputs that are far smaller and far larger than the text's.
+
+    A step between projection and rotation that the text does not reach, such as a clip, shows there. The largest probe
+    repeats one token: the values that are mixed are then all the same, however the scores round.
+    """
+    inputs = _first(args, kwargs)
+    probes = [inputs * 1e-3, inputs[:, :1].expand_as(inputs) * 30]
+    if inputs.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(inputs.device.type):
+        probes.append(inputs * 8)
+    others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+    for probe in probes:
+        output = module.forward(probe, *args[1:], **others)  # past the hooks, one of which this is called from
+        check(probe[0, :CHECKED_TOKENS].detach(), output[0][0, :CHECKED_TOKENS].detach())
+
+
 class LayerWalk:
     """Calibration text on its way through the layers: the inputs of one layer at a time, for every batch.
 
@@ -125,7 +143,9 @@ class LayerWalk:
             if module in checked:
                 site = checked[module]
                 shown = inputs[0, :CHECKED_TOKENS].detach()
-                check_reading(read_weights(self.model, site), site, shown, output[0][0, :CHECKED_TOKENS].detach())
+                weights = read_weights(self.model, site)
+                check_reading(weights, site, shown, output[0][0, :CHECKED_TOKENS].detach())
+                _probe(module, args, kwargs, lambda *pair: check_reading(weights, site, *pair, probed=True))
 
         names = {site.attention: site.name for site in attention_sites(self.model)}
         try:

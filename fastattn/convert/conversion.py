@@ -258,11 +258,12 @@ def make_attention(arguments: dict[str, Any], like: nn.Module, index: int, inv_f
     output: Any = like.o_proj
     attention = ConvertedAttention(
         **arguments,
-        inv_freq=inv_freq.to(output.weight.device),
+        inv_freq=inv_freq,
         layer_idx=index,
-        device=output.weight.device,
+        device="meta",  # drawing weights there leaves the global random state as it is
         dtype=output.weight.dtype,
-    )
+    ).to_empty(device=output.weight.device)
+    attention.inv_freq = inv_freq.to(output.weight.device)
     return attention.requires_grad_(output.weight.requires_grad)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -48,11 +49,17 @@ def save_low_rank(model: nn.Module, path: str | Path) -> None:
 
 
 @torch.inference_mode(False)
-def load_low_rank(path: str | Path, *, device: torch.device | str | None = None) -> Any:
+def load_low_rank(
+    path: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> Any:
     """The model that :func:`save_low_rank` wrote, in evaluation mode and the dtype it was saved in.
+
+    Folders that a converted model's own ``save_pretrained`` wrote are read too, checkpoints of a ``Trainer`` among
+    them. (``from_pretrained`` must not be used for those: it makes the original's attention and fills it at random.)
 
     Args:
         path: the folder.
+        dtype: to convert the weights to, rotary frequencies aside; by default they stay as they were saved.
         device: where to put it; torch's default device by default.
 
     Raises:
@@ -62,17 +69,33 @@ def load_low_rank(path: str | Path, *, device: torch.device | str | None = None)
     from safetensors.torch import load_file
 
     folder = Path(path)
-    if not (folder / WEIGHTS).exists():
-        raise ValueError(f"path must be a folder written by save_low_rank, got {folder}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
+    files = _weight_files(folder)
     config = transformers.AutoConfig.from_pretrained(folder)
     entry = getattr(config, CONFIG_ENTRY, None)
     if not isinstance(entry, dict) or entry.get("version") != 1:
         raise ValueError(f"config.json must have an entry {CONFIG_ENTRY} of version 1, got {entry!r}")
-    state = load_file(folder / WEIGHTS)
+    state = {name: value for file in files for name, value in load_file(file).items()}
     model = build_converted(config, entry["layers"], state)
     if (folder / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    return model.to(device or torch.get_default_device()).eval()
+    return model.to(device=device or torch.get_default_device(), dtype=dtype).eval()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights: of :func:`save_low_rank`, or of ``save_pretrained``, in shards or not."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    if index.exists():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    raise ValueError(
+        f"path must be a folder written by save_low_rank, or by save_pretrained of a converted model, got {folder} "
+        f"without {WEIGHTS} or model.safetensors"
+    )
 
 
 def build_converted(config: Any, layers: dict[str, dict[str, Any]], state: dict[str, Tensor]) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastattn.integrations._arguments import CACHE_KEYWORD, HARMLESS_FOR_MODULES
+from fastattn.integrations._arguments import CACHE_KEYWORD, check_arguments
 from fastattn.modules.low_rank import LowRankAttention, paths
 from fastattn.modules.low_rank.absorption import absorbs
 from fastattn.validation import checks_values
@@ -49,7 +49,7 @@ class TransformersAttention(LowRankAttention):
                 a cache of another kind.
         """
         compressed = kwargs.pop(CACHE_KEYWORD, None)
-        _refuse(kwargs)
+        check_arguments(kwargs, "low-rank attention")
         cache = past_key_values if cache is None else cache
         batch, tokens, _ = hidden_states.shape
         if position_ids is not None:
@@ -97,14 +97,6 @@ class TransformersAttention(LowRankAttention):
         out = attend(self.up_projection(), both, self.scale, True)
         # Contiguous: projections of other packages may read raw memory.
         return self.o_proj(out.transpose(1, 2).flatten(2).contiguous())
-
-
-def _refuse(kwargs: dict[str, Any]) -> None:
-    if kwargs.get("output_attentions"):
-        raise ValueError("output_attentions=True is not supported by low-rank attention: it forms no weights")
-    for name, value in kwargs.items():
-        if name not in HARMLESS_FOR_MODULES and value is not None and value is not False:
-            raise ValueError(f"low-rank attention does not support the argument {name} of an attention call")
 
 
 def _stored(cache: Any, index: int) -> Any:

@@ -267,3 +267,22 @@ def test_loaded_model_generates_over_a_compressed_cache_within_budget_and_beyond
     assert loaded.generate(ids, past_key_values=tight, **options).shape == expected.shape
     assert int(tight.kv.lengths(0).max()) <= 12
     assert tight.kv.keys(0).shape == (2, 1, 12, 12 + 8)
+
+
+@pytest.mark.parametrize("shards", ["50GB", "20KB"])
+def test_a_folder_of_save_pretrained_is_loaded(shards, tmp_path):
+    model, ids = converted("llama"), token_ids(2, 20, seed=1)
+    model.save_pretrained(tmp_path / "checkpoint", max_shard_size=shards)
+    assert (tmp_path / "checkpoint" / "model.safetensors").exists() == (shards == "50GB")
+    assert torch.equal(logits(load_low_rank(tmp_path / "checkpoint"), ids), logits(model, ids))
+
+
+def test_loading_in_another_dtype_keeps_the_frequencies(tmp_path):
+    model = converted("llama")
+    save_low_rank(model, tmp_path / "model")
+    loaded = load_low_rank(tmp_path / "model", dtype=torch.bfloat16, device="cpu")
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    for layer, original in zip(loaded.model.layers, model.model.layers, strict=True):
+        assert torch.equal(layer.self_attn.inv_freq, original.self_attn.inv_freq)
+    with pytest.raises(TypeError, match="dtype must be a floating-point"):
+        load_low_rank(tmp_path / "model", dtype=torch.int8)

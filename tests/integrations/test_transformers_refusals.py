@@ -63,7 +63,7 @@ def test_an_encoder_decoder():
 
 def test_layers_that_use_the_mask_themselves():
     config = transformers.FalconConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
-    refused(transformers.FalconForCausalLM(config).eval(), "a forward pass of FalconModel .* use the attention mask")
+    refused(transformers.FalconForCausalLM(config).eval(), "a forward pass of FalconModel over four tokens .* failed")
 
 
 def test_layers_with_other_heads():
@@ -136,7 +136,7 @@ CALLS = {
     "packed sequences": ({"cu_seq_lens_q": torch.tensor([0, 20, 40])}, "packed batch of sequences"),
     "restarting positions": ({"position_ids": (torch.arange(40) % 20).expand(3, -1)}, "position_ids must rise"),
     "a soft cap": ({"softcap": 30.0}, "soft-capping"),
-    "something unknown": ({"tilt": 1}, "tilt=1"),
+    "both directions": ({"is_causal": False}, "is_causal must be True"),
 }
 
 
@@ -335,3 +335,29 @@ def test_an_implementation_set_by_hand():
     model.config._attn_implementation = "fastattn"
     with pytest.raises(ValueError, match="set by compressed_cache"):
         model(ragged_prompt()[0])
+
+
+def test_four_first_caches_at_once():
+    """One thread's failed examination must not undo another's: examinations take turns."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    model = make_model("llama")
+    ids, mask = ragged_prompt((12, 12, 12))
+    with ThreadPoolExecutor(4) as pool:
+        caches = list(pool.map(lambda _: compressed_cache(model, "knorm", 64, batch_size=3), range(4)))
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, use_cache=False).logits
+        for cache in caches:
+            found = model(ids, attention_mask=mask, past_key_values=cache).logits
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_second_prompt_without_reset():
+    model = make_model("llama")
+    ids, mask = ragged_prompt((12, 12, 12))
+    cache = compressed_cache(model, "knorm", 64, batch_size=3)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+        with pytest.raises(ValueError, match=r"at least one new token, got none: .* cache\.reset\(\)"):
+            model(ids[:, :0], attention_mask=mask, past_key_values=cache)
+    assert int(cache.kv.columns) == ids.shape[1]

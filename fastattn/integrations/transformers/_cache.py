@@ -7,14 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.integrations._arguments import check_arguments
 from fastattn.integrations.transformers import _versions
 from fastattn.integrations.transformers._attention import new_token_mask, previous_attention
 from fastattn.integrations.transformers._drafts import limit_drafts
-from fastattn.integrations.transformers._layers import (
-    CompressedLayer,
-    ForwardedCache,
-    check_arguments,
-)
+from fastattn.integrations.transformers._layers import CompressedLayer, ForwardedCache
 from fastattn.integrations.transformers._model import ModelSpec, switch
 from fastattn.modules.kv_cache import CompressedKVCache
 from fastattn.modules.policies import Policy, resolve_policy
@@ -117,7 +114,7 @@ class CompressedCache(ForwardedCache):
         slot = self._slots[module.layer_idx]
         if slot is None:
             return previous_attention(module)(module, query, key, value, attention_mask, **arguments)
-        check_arguments(arguments)
+        check_arguments(arguments, "a compressed cache")
         mask, position_ids = new_token_mask(attention_mask), arguments.get("position_ids")
         if torch.is_autocast_enabled(query.device.type):
             # Projections come in autocast's dtype, what was rotated or normed in a wider one. Attention casts there.

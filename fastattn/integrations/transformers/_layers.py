@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from fastattn.integrations._arguments import HARMLESS_FOR_FUNCTIONS
 from fastattn.integrations.transformers import _versions
 from fastattn.integrations.transformers._attention import COMPRESSED
 
@@ -102,37 +101,3 @@ class ForwardedCache(Cache):
     ) -> Tensor:
         """Serve a layer of low-rank attention, which stores latents and goes through no attention function."""
         raise NotImplementedError
-
-
-def check_arguments(arguments: dict[str, Any]) -> None:
-    """Refuse what an attention call asks for and a compressed layer would drop.
-
-    Raises:
-        ValueError: soft caps, learned sinks, dropout, packed sequences, a sliding window, or anything unknown.
-    """
-    for name, value in arguments.items():
-        if name in HARMLESS_FOR_FUNCTIONS or value is None or value is False:
-            continue
-        if name == "dropout":
-            if value == 0:
-                continue
-            raise ValueError(f"dropout must be 0 with a compressed cache, got {value}: call model.eval()")
-        if name == "is_causal" and value is True:
-            continue
-        shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise ValueError(
-            f"{_REASONS.get(name, 'this argument of the attention call')} is not supported by a compressed cache, "
-            f"got {name}={shown}"
-        )
-
-
-_REASONS = {
-    "s_aux": "a learned attention sink",
-    "softcap": "soft-capping of attention scores",
-    "sliding_window": "a sliding window on a full-attention layer",
-    "output_attentions": "returning attention weights",
-    "head_mask": "a head mask",
-    "cu_seq_lens_q": "a packed batch of sequences",
-    "cu_seq_lens_k": "a packed batch of sequences",
-    "seq_idx": "a packed batch of sequences",
-}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fastattn.integrations._arguments import CACHE_KEYWORD
+from fastattn.integrations._arguments import CACHE_KEYWORD, check_arguments
 from fastattn.integrations.transformers import _versions
 from fastattn.integrations.transformers._attention import (
     NAME,
@@ -26,7 +26,7 @@ from fastattn.integrations.transformers._attention import (
     remember_previous,
     was_switched,
 )
-from fastattn.integrations.transformers._layers import CompressedLayer, ForwardedCache, check_arguments
+from fastattn.integrations.transformers._layers import CompressedLayer, ForwardedCache
 from fastattn.integrations.transformers._rotary import checked_rotary, find_rotary, low_rank_rotary
 from fastattn.modules.low_rank import LowRankAttention
 from fastattn.modules.rotary import Rotary
@@ -125,8 +125,8 @@ class CacheHook:
         tokens = _new_tokens(args, kwargs)
         if tokens is not None and tokens.shape[1] == 0:
             raise ValueError(
-                f"a call must bring at least one new token, got none after the {int(cache.get_seq_length())} that the "
-                "cache has seen: call cache.reset() before another prompt, or pass the whole history and what follows"
+                "a call must bring at least one new token, got none: for another prompt call cache.reset() first; to "
+                "go on, pass the whole text so far, of which at least the last token has not been fed"
             )
         if tokens is not None:
             cache.size_for(tokens.shape[0])
@@ -166,11 +166,10 @@ def switch(model: Any) -> CacheHook:
         TypeError, ValueError: it can't be served; then nothing has changed.
     """
     with _SWITCHING:
-        return _switch(model)
+        return _switched(_find_decoder(model))
 
 
-def _switch(model: Any) -> CacheHook:
-    decoder = _find_decoder(model)
+def _switched(decoder: Any) -> CacheHook:
     hook = next((h for h in decoder._forward_pre_hooks.values() if isinstance(h, CacheHook)), None)
     implementation = decoder.config._attn_implementation
     fingerprint = _fingerprint(decoder)
@@ -290,7 +289,7 @@ class _Examination(ForwardedCache):
         call = {"module": module, "query": query, "key": key, "value": value, "mask": attention_mask, **arguments}
         self.calls.setdefault(module.layer_idx, []).append(call)
         if isinstance(self.layers[module.layer_idx], CompressedLayer):
-            check_arguments(arguments)
+            check_arguments(arguments, "a compressed cache")
             new_token_mask(attention_mask)
         # All zeros: every position then has the same input in the next layer too.
         rows, heads, tokens, _ = query.shape
