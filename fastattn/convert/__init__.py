@@ -8,7 +8,8 @@
 - the mathematics: ``rope`` (which directions keep a position), ``factors`` (the low-rank decomposition)
 - by the loss's curvature: ``curvature`` (gradients, Kronecker factors, directions), ``allocation`` (ranks per layer),
   ``refit`` (output projections), ``curvature_conversion`` (all of it for a model)
-- the conversion: ``conversion``, ``layer`` (one layer's plan, module and report), ``attention`` (the module it puts in place), ``resume``, ``memory``
+- the conversion: ``conversion``, ``layer`` (one layer's plan, module and report),
+  ``attention`` (the module it puts in place), ``resume``, ``memory``
 - afterwards: ``storage``, ``latent_norm``, ``deepseek_export``; ``deepseek`` (names of other checkpoints)
 """
 

@@ -32,6 +32,7 @@ class Plan:
 def make_plan(
     model: nn.Module, config: LowRankConfig, source: MomentSource, site: AttentionSite, moment: Tensor
 ) -> Plan:
+    """The layer's weights and their RoPE split, with ``moment`` on the weights' device."""
     weights = read_weights(model, site)
     moment = moment.to(weights.key.device)
     split = split_rope(
