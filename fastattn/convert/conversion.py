@@ -84,12 +84,7 @@ def to_low_rank_(
     resume = None if resume_dir is None else _resume_state(resume_dir, model, config, chosen, source)
     loss_before = None if evaluation is None else held_out_loss(model, evaluation)
 
-    with evaluating(model):
-        if config.method == "curvature":
-            replaced, rows = convert_by_curvature(model, config, source, chosen, resume, progress)
-        else:
-            ranks = _ranks(model, config, source, chosen, progress)
-            replaced, rows = _convert_layers(model, config, source, ranks, resume, progress)
+    replaced, rows = _convert(model, config, source, chosen, resume, progress)
     with _swapped_in(model, chosen, replaced):
         loss_after = None if evaluation is None else held_out_loss(model, evaluation)
     return ConversionReport(
@@ -162,6 +157,22 @@ def _ranks(
         kept = project(matrix, plan.moment, 1, config.method).kept
         spectra.append(kept[: plan.weights.hidden_size + plan.weights.kv_bias])
     return dict(zip((site.name for site in chosen), allocate_ranks(spectra, config.kv_rank_budget), strict=True))
+
+
+def _convert(
+    model: nn.Module,
+    config: LowRankConfig,
+    source: MomentSource,
+    chosen: list[AttentionSite],
+    resume: ResumeState | None,
+    progress: bool,
+) -> tuple[dict[str, ConvertedAttention], list[LayerReport]]:
+    """The converted attention by name, and what there is to report of it."""
+    with evaluating(model):
+        if config.method == "curvature":
+            return convert_by_curvature(model, config, source, chosen, resume, progress)
+        ranks = _ranks(model, config, source, chosen, progress)
+        return _convert_layers(model, config, source, ranks, resume, progress)
 
 
 def _convert_layers(
