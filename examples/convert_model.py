@@ -72,9 +72,8 @@ def main() -> None:
                     kv_lora_rank=rank, qk_rope_head_dim=rope_dim, method=method, statistics="parallel", **options
                 )
                 converted = copy.deepcopy(model)
-                report = to_low_rank_(
-                    converted, config, calibration if method == "curvature" else statistics, progress=False
-                )
+                text_or_moments = calibration if method == "curvature" else statistics
+                report = to_low_rank_(converted, config, text_or_moments, progress=False)
                 loss = held_out_loss(converted, held_out)
                 saved = 1 - report.cache_bytes_after / report.cache_bytes_before
                 rows.append(
@@ -93,8 +92,7 @@ def main() -> None:
                     f"{report.seconds:>8.1f}",
                     flush=True,
                 )
-    if report is not None:
-        print(report)
+    print(report or "")
     arguments.output.mkdir(parents=True, exist_ok=True)
     result = {
         "original_loss": original,
