@@ -3,8 +3,10 @@
     python -m examples.convert_model --output out/conversion
 
 Real weights and real text, no downloads. The model is calibrated once; every conversion reuses the statistics.
-Calibration and held-out text are different help topics of Python's documentation. Prints one row per conversion and the
-full report of the last one; saves ``conversion.json`` and, with matplotlib, ``conversion.png``.
+With ``--methods loss_optimal curvature`` the curvature of the loss is gathered for every conversion anew, which takes
+minutes each; ranks then differ between layers and output projections are refitted. Calibration and held-out text are
+different help topics of Python's documentation. Prints one row per conversion and the full report of the last one;
+saves ``conversion.json`` and, with matplotlib, ``conversion.png``.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from fastattn.convert import calibrate, held_out_loss
 RANKS = (64, 96, 128, 160, 224, 288)
 ROPE_DIMS = (32, 64, 96)
 METHODS = ("loss_optimal", "plain_svd")
+STYLES = {"loss_optimal": "o-", "plain_svd": "s--", "curvature": "^-"}
 
 
 def split_text(tokenizer: Any, calibration_tokens: int, held_out_tokens: int, length: int) -> tuple[torch.Tensor, ...]:
@@ -44,7 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="values of kv_lora_rank")
     parser.add_argument("--rope-dims", type=int, nargs="+", default=ROPE_DIMS, help="values of qk_rope_head_dim")
-    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=tuple(STYLES))
     parser.add_argument("--calibration-tokens", type=int, default=16384)
     parser.add_argument("--held-out-tokens", type=int, default=2048)
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
@@ -64,11 +67,13 @@ def main() -> None:
     for rope_dim in arguments.rope_dims:
         for method in arguments.methods:
             for rank in arguments.ranks:
+                options = {"rank_allocation": "global", "refit": True} if method == "curvature" else {}
                 config = LowRankConfig(
-                    kv_lora_rank=rank, qk_rope_head_dim=rope_dim, method=method, statistics="parallel"
+                    kv_lora_rank=rank, qk_rope_head_dim=rope_dim, method=method, statistics="parallel", **options
                 )
                 converted = copy.deepcopy(model)
-                report = to_low_rank_(converted, config, statistics, progress=False)
+                text_or_moments = calibration if method == "curvature" else statistics
+                report = to_low_rank_(converted, config, text_or_moments, progress=False)
                 loss = held_out_loss(converted, held_out)
                 saved = 1 - report.cache_bytes_after / report.cache_bytes_before
                 rows.append(
@@ -87,8 +92,7 @@ def main() -> None:
                     f"{report.seconds:>8.1f}",
                     flush=True,
                 )
-    if report is not None:
-        print(report)
+    print(report or "")
     arguments.output.mkdir(parents=True, exist_ok=True)
     result = {
         "original_loss": original,
@@ -112,8 +116,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(4 * len(rope_dims), 3.5), layout="constrained")
     axes = figure.subplots(1, len(rope_dims), sharey=True, squeeze=False)[0]
     for axis, rope_dim in zip(axes, rope_dims, strict=True):
-        for method, style in zip(METHODS, ("o-", "s--"), strict=True):
+        for method, style in STYLES.items():
             rows = [r for r in result["rows"] if (r["qk_rope_head_dim"], r["method"]) == (rope_dim, method)]
+            if not rows:
+                continue
             axis.plot([r["kv_lora_rank"] for r in rows], [r["loss"] for r in rows], style, label=method)
         axis.axhline(result["original_loss"], color="gray", linewidth=1, label="original")
         axis.set(title=f"{rope_dim} rope dims", xlabel="kv_lora_rank")

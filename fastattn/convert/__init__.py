@@ -6,7 +6,10 @@
 - the calibration text: ``calibration`` (its way through the layers), ``statistics`` (second moments),
   ``moment_source`` (where a conversion gets them from)
 - the mathematics: ``rope`` (which directions keep a position), ``factors`` (the low-rank decomposition)
-- the conversion: ``conversion``, ``attention`` (the module it puts in place), ``resume``, ``memory``
+- by the loss's curvature: ``curvature`` (gradients, Kronecker factors, directions), ``allocation`` (ranks per layer),
+  ``refit`` (output projections), ``curvature_conversion`` (all of it for a model)
+- the conversion: ``conversion``, ``layer`` (one layer's plan, module and report),
+  ``attention`` (the module it puts in place), ``resume``, ``memory``
 - afterwards: ``storage``, ``latent_norm``, ``deepseek_export``; ``deepseek`` (names of other checkpoints)
 """
 

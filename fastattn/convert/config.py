@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from fastattn.validation import check_count
 
-METHODS = ("loss_optimal", "plain_svd")
+METHODS = ("loss_optimal", "plain_svd", "curvature")
+ALLOCATIONS = ("uniform", "global")
 STATISTICS = ("sequential", "parallel")
 SELECTIONS = ("energy", "uniform")
 MIXINGS = ("complex", "real")
@@ -27,7 +28,14 @@ class LowRankConfig:
         qk_rope_head_dim: dims of the shared rope key, even, at most ``kv_heads`` times the rotated dims of a head.
             ``None`` keeps every one: RoPE is exact and only the rest is compressed.
         method: ``"loss_optimal"`` minimizes the error of the projections' outputs on the calibration text,
-            ``"plain_svd"`` the error of their weights.
+            ``"plain_svd"`` the error of their weights, ``"curvature"`` what the error costs the loss: the SVD of
+            ``A^1/2 W B^1/2`` with the Kronecker-factored Fisher information ``A (x) B`` of the latent projection, from
+            one backward pass per calibration sequence, on the original's activations. The query's factors stay
+            ``"loss_optimal"``.
+        rank_allocation: with ``"curvature"``: ``"uniform"`` gives every layer ``kv_lora_rank``, ``"global"`` shares
+            the same total by one threshold on the expected losses, so that ranks differ between layers.
+        refit: with ``"curvature"``: fit each output projection by ridge regression to the original's residual stream,
+            layer by layer, on at most 8,192 calibration tokens.
         freq_fold: number of neighboring frequencies that are concentrated together as if they were equal, a divisor of
             the number of frequencies, or ``"search"``: for each layer the divisor of least expected error.
         rope_selection: which concentrated components keep RoPE: ``"energy"`` those of a layer whose loss would change
@@ -52,7 +60,7 @@ class LowRankConfig:
     kv_lora_rank: int | None = 512
     q_lora_rank: int | None = None
     qk_rope_head_dim: int | None = 64
-    method: Literal["loss_optimal", "plain_svd"] = "loss_optimal"
+    method: Literal["loss_optimal", "plain_svd", "curvature"] = "loss_optimal"
     freq_fold: int | Literal["search"] = "search"
     rope_selection: Literal["energy", "uniform"] = "energy"
     rope_mixing: Literal["complex", "real"] = "complex"
@@ -61,6 +69,8 @@ class LowRankConfig:
     damping: float = 0.0
     balance: bool = True
     layers: str | Callable[[str], bool] | None = None
+    rank_allocation: Literal["uniform", "global"] = "uniform"
+    refit: bool = False
 
     def __post_init__(self) -> None:
         counts = {"kv_lora_rank": 1, "q_lora_rank": 1, "kv_rank_budget": 1, "qk_rope_head_dim": 2}
@@ -76,6 +86,7 @@ class LowRankConfig:
             ("rope_selection", SELECTIONS),
             ("rope_mixing", MIXINGS),
             ("statistics", STATISTICS),
+            ("rank_allocation", ALLOCATIONS),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
@@ -89,6 +100,10 @@ class LowRankConfig:
             raise ValueError(f"damping must be finite and at least 0, got {self.damping}")
         if not isinstance(self.balance, bool):
             raise TypeError(f"balance must be a bool, got {type(self.balance).__name__}")
+        if not isinstance(self.refit, bool):
+            raise TypeError(f"refit must be a bool, got {type(self.refit).__name__}")
+        if self.method != "curvature" and (self.refit or self.rank_allocation != "uniform"):
+            raise ValueError(f'rank_allocation and refit need method="curvature", got {self.method!r}')
         if self.layers is not None and not isinstance(self.layers, str) and not callable(self.layers):
             raise TypeError(
                 f"layers must be a regular expression, a function or None, got {type(self.layers).__name__}"

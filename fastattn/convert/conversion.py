@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,29 +20,19 @@ from fastattn.convert.calibration import (
     token_batches,
 )
 from fastattn.convert.config import LowRankConfig
+from fastattn.convert.curvature_conversion import check_curvature, convert_by_curvature
 from fastattn.convert.factors import LayerFactors, allocate_ranks, build_factors, project, stack_key_value
-from fastattn.convert.families import AttentionSite, attention_sites, check_site, decoder_of, read_weights
+from fastattn.convert.families import AttentionSite, attention_sites, check_site, decoder_of
+from fastattn.convert.layer import Plan, attention_from, layer_row, make_attention, make_plan
 from fastattn.convert.memory import peak_memory, reset_peak_memory
 from fastattn.convert.moment_source import MomentSource, source_for
 from fastattn.convert.report import ConversionReport, LayerReport
 from fastattn.convert.resume import ResumeState
-from fastattn.convert.rope import RopeSplit, split_rope
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fastattn.convert.weights import AttentionWeights
-
 CONFIG_ENTRY = "fastattn_low_rank"
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What a layer's factors are computed from: its weights, their RoPE split and one second moment."""
-
-    weights: AttentionWeights
-    split: RopeSplit
-    moment: Tensor
 
 
 @torch.inference_mode(False)  # weights created under the caller's inference mode could not be trained
@@ -90,12 +79,12 @@ def to_low_rank_(
         token_batches("evaluation", evaluation, model)
     reset_peak_memory(model)
     source = source_for(model, config, calibration, chosen)
+    if config.method == "curvature":
+        check_curvature(model, source)
     resume = None if resume_dir is None else _resume_state(resume_dir, model, config, chosen, source)
     loss_before = None if evaluation is None else held_out_loss(model, evaluation)
 
-    with evaluating(model):
-        ranks = _ranks(model, config, source, chosen, progress)
-        replaced, rows = _convert_layers(model, config, source, ranks, resume, progress)
+    replaced, rows = _convert(model, config, source, chosen, resume, progress)
     with _swapped_in(model, chosen, replaced):
         loss_after = None if evaluation is None else held_out_loss(model, evaluation)
     return ConversionReport(
@@ -150,21 +139,6 @@ def _swapped_in(
         raise
 
 
-def _plan(model: nn.Module, config: LowRankConfig, source: MomentSource, site: AttentionSite, moment: Tensor) -> _Plan:
-    weights = read_weights(model, site)
-    moment = moment.to(weights.key.device)
-    split = split_rope(
-        weights,
-        moment,
-        config.qk_rope_head_dim,
-        fold=config.freq_fold,
-        selection=config.rope_selection,
-        mixing=config.rope_mixing,
-        context=source.context,
-    )
-    return _Plan(weights, split, moment)
-
-
 def _ranks(
     model: nn.Module, config: LowRankConfig, source: MomentSource, chosen: list[AttentionSite], progress: bool
 ) -> dict[str, int | None]:
@@ -178,11 +152,27 @@ def _ranks(
             if source.walk is not None:
                 source.walk.advance(site.index)
             continue
-        plan = _plan(model, config, source, site, source.original_moment(site, config.damping))
+        plan = make_plan(model, config, source, site, source.original_moment(site, config.damping))
         matrix = stack_key_value(plan.weights, plan.split, plan.moment, balance=config.balance).matrix
         kept = project(matrix, plan.moment, 1, config.method).kept
         spectra.append(kept[: plan.weights.hidden_size + plan.weights.kv_bias])
     return dict(zip((site.name for site in chosen), allocate_ranks(spectra, config.kv_rank_budget), strict=True))
+
+
+def _convert(
+    model: nn.Module,
+    config: LowRankConfig,
+    source: MomentSource,
+    chosen: list[AttentionSite],
+    resume: ResumeState | None,
+    progress: bool,
+) -> tuple[dict[str, ConvertedAttention], list[LayerReport]]:
+    """The converted attention by name, and what there is to report of it."""
+    with evaluating(model):
+        if config.method == "curvature":
+            return convert_by_curvature(model, config, source, chosen, resume, progress)
+        ranks = _ranks(model, config, source, chosen, progress)
+        return _convert_layers(model, config, source, ranks, resume, progress)
 
 
 def _convert_layers(
@@ -216,10 +206,10 @@ def _convert_layers(
                 moment = walk.attention_moment(site.index, advance=False).mean(config.damping)
             else:
                 moment = source.original_moment(site, config.damping)
-            plan = _plan(model, config, source, site, moment)
+            plan = make_plan(model, config, source, site, moment)
             factors = _factor(plan, config, ranks[site.name])
             attention = attention_from(factors, plan.weights, site)
-            row = _row(site, plan, factors, attention)
+            row = layer_row(site, plan, factors, attention)
             if resume is not None:
                 resume.save(site.name, attention.arguments(), factors.inv_freq, attention.state_dict(), row)
         if walk is not None and sequential:
@@ -230,7 +220,7 @@ def _convert_layers(
     return replaced, rows
 
 
-def _factor(plan: _Plan, config: LowRankConfig, rank: int | None) -> LayerFactors:
+def _factor(plan: Plan, config: LowRankConfig, rank: int | None) -> LayerFactors:
     return build_factors(
         plan.weights,
         plan.split,
@@ -251,51 +241,6 @@ def _in_place(site: AttentionSite, attention: nn.Module) -> Iterator[None]:
         yield
     finally:
         site.parent.self_attn = original
-
-
-def make_attention(arguments: dict[str, Any], like: nn.Module, index: int, inv_freq: Tensor) -> ConvertedAttention:
-    """A converted layer with empty weights, where and as ``like`` has its own."""
-    output: Any = like.o_proj
-    attention = ConvertedAttention(
-        **arguments,
-        inv_freq=inv_freq,
-        layer_idx=index,
-        device="meta",  # drawing weights there leaves the global random state as it is
-        dtype=output.weight.dtype,
-    ).to_empty(device=output.weight.device)
-    attention.inv_freq = inv_freq.to(output.weight.device)
-    return attention.requires_grad_(output.weight.requires_grad)
-
-
-def attention_from(factors: LayerFactors, weights: AttentionWeights, site: AttentionSite) -> ConvertedAttention:
-    """The factors as a module in the dtype and on the device of the original."""
-    arguments = {"hidden_size": weights.hidden_size, "num_heads": weights.num_heads, **factors.arguments}
-    attention = make_attention(arguments, site.attention, site.index, factors.inv_freq)
-    like: Any = site.attention.o_proj
-    state = {name: value.to(like.weight.dtype).to(like.weight.device) for name, value in factors.state.items()}
-    attention.load_state_dict(state | {"inv_freq": factors.inv_freq})
-    for parameter in attention.parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise ValueError(f"{site.name} gives weights beyond the range of {like.weight.dtype}")
-    return attention
-
-
-def _row(site: AttentionSite, plan: _Plan, factors: LayerFactors, attention: ConvertedAttention) -> LayerReport:
-    itemsize = attention.o_proj.weight.dtype.itemsize
-    return LayerReport(
-        name=site.name,
-        kv_lora_rank=attention.kv_lora_rank,
-        q_lora_rank=attention.q_lora_rank,
-        qk_rope_head_dim=attention.qk_rope_head_dim,
-        freq_fold=plan.split.fold,
-        key_error=factors.errors["key"],
-        value_error=factors.errors["value"],
-        query_error=factors.errors["query"],
-        joint_error=factors.errors["joint"],
-        rope_error=factors.errors["rope"],
-        cache_bytes_before=plan.weights.cached_values * itemsize,
-        cache_bytes_after=(attention.kv_lora_rank + attention.qk_rope_head_dim) * itemsize,
-    )
 
 
 def _record(model: nn.Module, replaced: dict[str, ConvertedAttention]) -> None:

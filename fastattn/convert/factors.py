@@ -43,7 +43,7 @@ def project(matrix: Tensor, moment: Tensor, rank: int, method: str) -> Projectio
     """
     if rank > matrix.shape[0]:
         raise ValueError(f"rank must be at most {matrix.shape[0]}, the rows of the projection, got {rank}")
-    energy = matrix @ (moment @ matrix.T if method == "loss_optimal" else matrix.T)
+    energy = matrix @ (matrix.T if method == "plain_svd" else moment @ matrix.T)
     values, vectors = torch.linalg.eigh((energy + energy.T) / 2)
     up = vectors.flip(1)[:, :rank]
     return Projection(up=up, down=up.T @ matrix, kept=values.flip(0).clamp_min(0))
@@ -94,6 +94,7 @@ def build_factors(
     q_rank: int | None,
     method: str = "loss_optimal",
     balance: bool = True,
+    basis: tuple[Tensor, Tensor] | None = None,
 ) -> LayerFactors:
     """LowRankAttention's parameters for one layer.
 
@@ -102,6 +103,7 @@ def build_factors(
         split: from :func:`split_rope`.
         moment: ``E[z z^T]`` of the layer's inputs, float64 ``[hidden+1, hidden+1]``.
         kv_rank, q_rank: ranks; ``None`` keeps all (for the query: one full-rank projection).
+        basis: ``(up [R, n], down [n, R])``: the latent ``c [R]`` becomes ``down c``, rebuilt as ``up down c``.
 
     Raises:
         ValueError: a rank above what the layer has.
@@ -111,11 +113,11 @@ def build_factors(
     rank = full if kv_rank is None else kv_rank
     if rank > joint.matrix.shape[0]:
         raise ValueError(f"kv_lora_rank must be at most {joint.matrix.shape[0]} here, got {rank}")
-    projection = project(joint.matrix, moment, rank, method)
+    projection = _rebased(project(joint.matrix, moment, rank, method), basis)
     kv_a = torch.cat([projection.down, split.kept @ weights.key * weights.attention_factor])
 
     arguments: dict[str, object] = {
-        "kv_lora_rank": rank,
+        "kv_lora_rank": projection.down.shape[0],
         "q_lora_rank": q_rank,
         "qk_nope_head_dim": split.nope_dims.numel(),
         "qk_rope_head_dim": split.kept.shape[0],
@@ -142,6 +144,14 @@ def build_factors(
         "rope": split.expected_error**0.5,
     }
     return LayerFactors(state, arguments, split.inv_freq.float(), errors)
+
+
+def _rebased(projection: Projection, basis: tuple[Tensor, Tensor] | None) -> Projection:
+    """The projection whose latent is expressed in another basis."""
+    if basis is None:
+        return projection
+    up, down = basis
+    return Projection(projection.up @ up, down @ projection.down, projection.kept)
 
 
 def _key_value_up(weights: AttentionWeights, split: RopeSplit, joint: JointKeyValue, up: Tensor) -> Tensor:

@@ -78,6 +78,19 @@ class ResumeState:
         inv_freq = state.pop("__inv_freq__")
         return SavedLayer(json.loads(described["arguments"]), inv_freq, state, json.loads(described["row"]))
 
+    def save_tensors(self, name: str, tensors: dict[str, Tensor]) -> None:
+        """Store what layers share, whole or not at all."""
+        from safetensors.torch import save
+
+        _write(self._path(name), save({key: value.cpu().contiguous() for key, value in tensors.items()}))
+
+    def load_tensors(self, name: str) -> dict[str, Tensor] | None:
+        """What :meth:`save_tensors` stored, or ``None``."""
+        from safetensors.torch import load_file
+
+        path = self._path(name)
+        return load_file(path) if path.exists() else None
+
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 

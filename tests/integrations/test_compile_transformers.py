@@ -119,6 +119,6 @@ def test_a_wrong_call_says_so_while_compiling():
     ids, _ = ragged_prompt()
     cache = compressed_cache(model, batch_size=2)
     name = _versions.cache_argument(model)
-    with counting(), torch.no_grad(), pytest.raises(Exception, match="batch size 2, got 3"):
+    with counting(), torch.no_grad(), pytest.raises(Exception, match="this cache has 2, got a call of 3"):
         torch.compile(model, fullgraph=True, backend="aot_eager")(ids, **{name: cache})
     assert int(cache.kv.columns) == 0

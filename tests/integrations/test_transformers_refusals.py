@@ -255,7 +255,7 @@ def test_prefill_arguments():
         prefill(model, ids[:, :0], cache)
     with pytest.raises(ValueError, match="chunk_size must be at least 1"):
         prefill(model, ids, cache, chunk_size=0)
-    with pytest.raises(ValueError, match="batch size 3, got 1"):
+    with pytest.raises(ValueError, match="this cache has 3, got a call of 1"):
         prefill(model, ids[:1], cache)
     with pytest.raises(ValueError, match="attention_mask must be"):
         prefill(model, ids, cache, attention_mask=mask[:, :7])

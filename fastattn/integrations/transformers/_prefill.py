@@ -47,8 +47,7 @@ def prefill(
         raise ValueError(f"input_ids must be a tensor [B, T] of at least one token, got {_shape(input_ids)}")
     check_count("chunk_size", chunk_size, 1)
     rows, tokens = input_ids.shape
-    if rows != cache.batch_size:
-        raise ValueError(f"input_ids must have the cache's batch size {cache.batch_size}, got {rows}")
+    cache.size_for(rows)
     before = int(cache.kv.columns)
     mask = _whole_mask(attention_mask, before, input_ids, cache)
     keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
