@@ -17,46 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.ops.triton import _features, _launch
+from fastattn.ops.triton._delta import delta_of, load_statistics
 from fastattn.ops.triton._features import packed_row, to_logits
-from fastattn.ops.triton._tile import LOG2E, load_row, load_tile
+from fastattn.ops.triton._tile import load_row, load_tile
 from fastattn.ops.triton.attention import LARGEST_DIM, key_range
 from fastattn.ops.triton.configs import OfflineCase, backward_configs
-
-
-@triton.jit
-def delta_kernel(
-    grad_out,
-    out,
-    delta,
-    heads,
-    queries,
-    rows,
-    sgb,
-    sgh,
-    sgt,
-    sgd,
-    DV: tl.constexpr,
-    DV1: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """delta_i = sum_d do_id o_id for a tile of (batch, head, query) rows."""
-    o_row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    m_row = o_row < rows
-    o_head = o_row // queries
-    p_grad = grad_out + o_head // heads * sgb + o_head % heads * sgh + o_row % queries * sgt
-    o_d = tl.arange(0, DV1)
-    # [M, DV1]
-    b_grad = load_row(p_grad, o_d, sgd, m_row, DV, DV1).to(tl.float32)
-    b_out = load_tile(out, o_row, o_d, DV, 1, m_row, DV, DV1).to(tl.float32)
-    tl.store(delta + o_row, tl.sum(b_grad * b_out, 1), mask=m_row)
-
-
-@triton.jit
-def load_statistics(lse, delta, o_out, m_row):
-    """lse in base 2, +inf for rows that see no key (their p becomes 0), and delta."""
-    b_lse = tl.load(lse + o_out, mask=m_row, other=float("inf"))
-    b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse) * LOG2E
-    return b_lse, tl.load(delta + o_out, mask=m_row, other=0.0)
 
 
 @triton.jit
@@ -363,19 +328,11 @@ def attention_backward(
     _launch.check_dim("attention", "value's head dim", value_dim, LARGEST_DIM)
     grads = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
     out, lse = out.contiguous(), lse.contiguous()
-    delta = torch.empty_like(lse)
+    delta = delta_of(grad_out, out, lse)
     group = heads // kv_heads
     rows = batch * heads * queries
-    dk1, dk2 = _launch.split_columns(key_dim)
-    dv1 = _launch.next_power_of_two(value_dim, 16)
-    family = _launch.target_of(query).family
-    for_keys, for_queries = backward_configs(family, max(dk1 + dk2, dv1), query.itemsize)
-    if rows != 0:
-        block = max(1, 4096 // dv1)  # 4,096 numbers per program: 32 per thread
-        _launch.kernel(delta_kernel)[(triton.cdiv(rows, block),)](
-            grad_out, out, delta, heads, queries, rows, *grad_out.stride(), DV=int(value_dim), DV1=dv1, BLOCK_M=block,
-            num_warps=4,
-        )  # fmt: skip
+    widest = max(sum(_launch.split_columns(key_dim)), _launch.next_power_of_two(value_dim, 16))
+    for_keys, for_queries = backward_configs(_launch.target_of(query).family, widest, query.itemsize)
     inputs = (
         grad_out,
         query,
@@ -394,12 +351,7 @@ def attention_backward(
         "HAS_START": key_start is not None,
         "HAS_LENGTHS": lengths is not None,
         **_features.switches(window, softcap, None, alibi_slopes, cu_seqlens_q),
-        "GROUP": int(group),
-        "DK": int(key_dim),
-        "DK1": dk1,
-        "DK2": dk2,
-        "DV": int(value_dim),
-        "DV1": dv1,
+        **_dims(group, key_dim, value_dim),
     }
     del shapes["HAS_SINKS"]  # a sink is part of lse
     tiles, key_tiles = _features.map_tiles(cu_seqlens_k, keys, 1, for_keys.rows, query)
@@ -415,6 +367,13 @@ def attention_backward(
             BLOCK_M=for_queries.rows, BLOCK_N=for_queries.keys, **for_queries.options(),
         )  # fmt: skip
     return grads
+
+
+def _dims(group: int, key_dim: int, value_dim: int) -> dict[str, int]:
+    """Query heads per key/value head, and how both kernels cut the columns."""
+    dk1, dk2 = _launch.split_columns(key_dim)
+    dv1 = _launch.next_power_of_two(value_dim, 16)
+    return {"GROUP": int(group), "DK": int(key_dim), "DK1": dk1, "DK2": dk2, "DV": int(value_dim), "DV1": dv1}
 
 
 def offline_cases() -> list[OfflineCase]:
