@@ -324,22 +324,16 @@ def attention_backward(
     _launch.check_dtype("attention", "query", query)
     batch, heads, queries, key_dim = query.shape
     kv_heads, keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
-    _launch.check_dim("attention", "query's head dim", key_dim, LARGEST_DIM)
-    _launch.check_dim("attention", "value's head dim", value_dim, LARGEST_DIM)
+    for name, dim in (("query", key_dim), ("value", value_dim)):
+        _launch.check_dim("attention", f"{name}'s head dim", dim, LARGEST_DIM)
     grads = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-    out, lse = out.contiguous(), lse.contiguous()
-    delta = delta_of(grad_out, out, lse)
-    group = heads // kv_heads
-    rows = batch * heads * queries
+    lse = lse.contiguous()
+    delta = delta_of(grad_out, out.contiguous(), lse)
+    group, rows = heads // kv_heads, batch * heads * queries
     widest = max(sum(_launch.split_columns(key_dim)), _launch.next_power_of_two(value_dim, 16))
     for_keys, for_queries = backward_configs(_launch.target_of(query).family, widest, query.itemsize)
     inputs = (
-        grad_out,
-        query,
-        key,
-        value,
-        lse,
-        delta,
+        *(grad_out, query, key, value, lse, delta),
         query if key_start is None else key_start.contiguous(),
         query if lengths is None else lengths.contiguous(),
         *_features.tensors(query, None, alibi_slopes, cu_seqlens_q, cu_seqlens_k)[1:],
