@@ -47,6 +47,9 @@ class ListRow:
         """A call of real tokens: rotated ``query [H, T, D]``, ``key [Hkv, T, D]``."""
         if not positions:
             return
+        step = query.shape[1] <= self.max_step
+        if step:  # compresses what is full before it appends, by what was known then
+            self._compress(self.budget + self.interval)
         self.queries += [(p, query[:, t].double()) for t, p in enumerate(positions)]
         new = self.queries[-len(positions) :]
         for h, head in enumerate(self.heads):
@@ -56,8 +59,14 @@ class ListRow:
                 for token, more, since in zip(head, mass.tolist(), count.tolist(), strict=True):
                     token.mass += more
                     token.queries += since
-        limit = self.budget + (self.interval if query.shape[1] <= self.max_step else 1)
-        scores = [self.scores(h, positions[-1] + 1) for h in range(self.kv_heads)]
+        if not step:
+            self._compress(self.budget + 1)
+
+    def _compress(self, limit: int) -> None:
+        if not any(self.heads):
+            return
+        newest = max(head[-1].position for head in self.heads)
+        scores = [self.scores(h, newest + 1) for h in range(self.kv_heads)]
         for h, head in enumerate(self.heads):
             if len(head) >= limit:
                 self.heads[h] = [head[i] for i in exact.keep(scores[h], self.budget)]

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn import CompressedKVCache, Policy, Rotary, pyramid_budgets
 from fastattn.modules import policy_names
+from tests._helpers.policy_caches import small
 
 HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 8, 2
 POLICIES = policy_names()
@@ -28,6 +29,7 @@ def make(policy: Policy | str = "knorm", budget=16, rows: int = 3, **options) ->
         "rotary": Rotary(100.0 ** -(torch.arange(4) / 4)),
         "dtype": torch.float64,
     }
+    policy = small(policy) if isinstance(policy, str) else policy
     return CompressedKVCache(policy, budget, **{**defaults, **options})
 
 

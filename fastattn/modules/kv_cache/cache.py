@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastattn.modules.kv_cache.call import LayerCall, NewTokens
 from fastattn.modules.kv_cache.rows import RowCache
+from fastattn.modules.kv_cache.scoring import without_autocast
 from fastattn.modules.kv_cache.spec import CacheSpec
 from fastattn.modules.kv_cache.update import update_layer
 from fastattn.modules.kv_cache.validation import check_layer, check_new_tokens
@@ -163,7 +164,9 @@ class CompressedKVCache(RowCache):
             self._allocate_queries(new.query.shape[1])
         with torch.no_grad():
             call = LayerCall(state, new)
-            if compiling:
-                return update_layer(call)
-            with self._progress.guard(new.layer, self.num_layers, state.remember):
-                return update_layer(call)
+            # What comes has been cast to the cache's dtype: autocast has nothing left to say about it.
+            with without_autocast(new.key.device.type):
+                if compiling:
+                    return update_layer(call)
+                with self._progress.guard(new.layer, self.num_layers, state.remember):
+                    return update_layer(call)

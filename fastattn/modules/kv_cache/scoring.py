@@ -45,7 +45,7 @@ def policy_scores(
         scores = policy.score(state)  # write it branch-free, like torch.where(state.positions < 4, torch.inf, size)
         return _checked(call, scores, store, lengths)
 
-    with _without_autocast(call.key.device.type):
+    with without_autocast(call.key.device.type):
         if min_length == 0 or call.on_host:  # on the host the caller has already looked
             return score()
         full = (lengths >= min_length).any()
@@ -67,7 +67,7 @@ def observe_queries(call: LayerCall, store: SlotStore, window: Callable[[], Quer
     kept = store.slot_state()
     if not kept or call.query is None:
         return
-    with _without_autocast(call.key.device.type):
+    with without_autocast(call.key.device.type):
         state = _cache_state(
             call, store, store.lengths, 0, window(), QueryWindow(call.query, call.position), after=True
         )
@@ -127,7 +127,7 @@ def _cache_state(
     )
 
 
-def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Scores are float32 whatever autocast makes of a model's products."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)

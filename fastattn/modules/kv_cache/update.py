@@ -130,5 +130,7 @@ def _newest_queries(call: LayerCall, queries: Tensor | None, ring: QueryRing) ->
 def _window_after_call(call: LayerCall) -> QueryWindow | None:
     """The newest queries once a step's are stored; the ring itself is written with the last layer."""
     state = call.state
+    if state.layer.queries is None:
+        return None
     place, index = state.ring.places(state.tokens_seen, call.position)
     return _newest_queries(call, state.layer.queries, state.ring.after_call(place, index, call.position))

@@ -178,11 +178,17 @@ _LATENT = {
 }
 
 
-def attention_config(family: str, rows: int, columns: int, itemsize: int) -> Config:
-    """The forward tile of ``attention`` for ``rows`` (queries times group) and the wider of the two head dims."""
+def attention_config(family: str, rows: int, columns: int, itemsize: int, features: bool = False) -> Config:
+    """The forward tile of ``attention`` for ``rows`` (queries times group) and the wider of the two head dims.
+
+    ``features``: windows, caps, slopes or packed rows take registers that large tiles on older chips have not.
+    """
     if itemsize == 4:
         return Config(*_ATTENTION_FLOAT32["gfx942" if family == "gfx942" else "nvidia"][columns > 128])
-    few = rows <= 64
+    older = features and family in ("sm_80", "sm_86")
+    if older and columns > 192:
+        return Config(32, 32, 4, 2)
+    few = rows <= 64 or older
     for largest, many_rows, few_rows in _ATTENTION[family]:
         if columns <= largest:
             return Config(*(few_rows if few else many_rows))
