@@ -75,7 +75,10 @@ def load_low_rank(
     config = transformers.AutoConfig.from_pretrained(folder)
     entry = getattr(config, CONFIG_ENTRY, None)
     if not isinstance(entry, dict) or entry.get("version") != 1:
-        raise ValueError(f"config.json must have an entry {CONFIG_ENTRY} of version 1, got {entry!r}")
+        raise ValueError(
+            "path must be a folder written by save_low_rank, or by save_pretrained of a converted model: its "
+            f"config.json must have an entry {CONFIG_ENTRY} of version 1, got {entry!r}"
+        )
     state = {name: value for file in files for name, value in load_file(file).items()}
     model = build_converted(config, entry["layers"], state)
     if (folder / "generation_config.json").exists():

@@ -86,7 +86,7 @@ def test_a_left_padded_row_gives_what_it_gives_alone(policy: str, absorb: bool |
         outs += [module(hidden[:, i : i + 1], cache=together, absorb=absorb) for i in range(tokens, tokens + 12)]
     out = torch.cat(outs, 1)
     for row, count in enumerate(real):
-        alone = cache_for(module, policy, budget=8, interval=4)
+        alone = cache_for(module, small(policy), budget=8, interval=4)
         own = hidden[row : row + 1, tokens - count :]
         expected = feed(module, alone, own, [count, *[1] * 12], absorb)
         torch.testing.assert_close(out[row : row + 1, tokens - count :], expected, rtol=1e-9, atol=1e-10)
