@@ -16,11 +16,11 @@ from fastattn import CompressedKVCache, ops
 # name: (Python calls, operators dispatched) per call. Python calls are those of Python functions, by sys.setprofile;
 # dispatched are the operators that the call hands to PyTorch's dispatcher from the outside: one registered boundary.
 BUDGET = {
-    "decode_attention": (29, 1),
+    "decode_attention": (30, 1),
     "latent_decode": (43, 1),
     "score_knorm": (15, 1),
-    "cache_append_": (36, 1),
-    "cache_compact_": (22, 1),
+    "cache_append_": (38, 1),
+    "cache_compact_": (24, 1),
 }
 
 
@@ -94,5 +94,5 @@ def test_a_decode_step_stays_within_its_budget():
     own = [op for op in mode.names if op.startswith("fastattn.")]
     print(f"attend: {counted} Python calls, {len(mode.names)} operators")
     assert own == ["fastattn.cache_append_.default", "fastattn.decode_attention.default"]
-    assert counted <= 153
+    assert counted <= 186
     assert len(mode.names) <= 24
