@@ -95,4 +95,4 @@ def test_a_decode_step_stays_within_its_budget():
     print(f"attend: {counted} Python calls, {len(mode.names)} operators")
     assert own == ["fastattn.cache_append_.default", "fastattn.decode_attention.default"]
     assert counted <= 186
-    assert len(mode.names) <= 24
+    assert len(mode.names) <= 28
