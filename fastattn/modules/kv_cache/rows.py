@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ from fastattn.modules.kv_cache.validation import check_croppable_rows, check_sou
 from fastattn.modules.policies import Policy
 from fastattn.validation import check_count
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+Cache = TypeVar("Cache", bound="RowCache")
 
 
 class RowCache(CacheModule):
@@ -112,7 +111,7 @@ class RowCache(CacheModule):
                 if buffer.per_row:
                     tensor.copy_(tensor.index_select(0, index))
 
-    def select(self, index: Tensor) -> Self:
+    def select(self: Cache, index: Tensor) -> Cache:
         """A new cache of the rows ``index``, in that order, repeated as often as named.
 
         Args:
@@ -196,7 +195,7 @@ class RowCache(CacheModule):
 
     @classmethod
     def load(
-        cls,
+        cls: type[Cache],
         path: str | Path,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -204,7 +203,7 @@ class RowCache(CacheModule):
         *,
         policy: Policy | None = None,
         fingerprint: str | None = None,
-    ) -> Self:
+    ) -> Cache:
         """A cache that goes on exactly as the one that was saved to ``path``.
 
         Args:

@@ -233,11 +233,9 @@ def attention(
     out, lse = empty_out_and_lse(query, value_dim)
     if batch * heads * queries == 0:
         return out, lse
-    group = heads // kv_heads
-    dk1, dk2 = _launch.split_columns(key_dim)
-    dv1 = _launch.next_power_of_two(value_dim, 16)
+    group, family = heads // kv_heads, _launch.target_of(query).family
+    (dk1, dk2), dv1 = _launch.split_columns(key_dim), _launch.next_power_of_two(value_dim, 16)
     by_score = bool(window) or softcap > 0 or alibi_slopes is not None or cu_seqlens_q is not None
-    family = _launch.target_of(query).family
     config = attention_config(family, group * queries, max(dk1 + dk2, dv1), query.itemsize, by_score)
     tiles, row_tiles = _features.map_tiles(cu_seqlens_q, queries, group, config.rows, query)
     _launch.kernel(attention_kernel)[(batch * kv_heads * row_tiles,)](
