@@ -27,6 +27,7 @@ from typing import Any
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
+CASES_FILE = ROOT / "benchmarks" / "lib" / "cases.py"
 LIMIT, CONFIDENCE = 1.3, 0.95
 ROUND_SECONDS = 0.02
 TRIES = 3  # pairs of processes that must all find a case slower
@@ -36,7 +37,7 @@ class Revision:
     """A process that times one revision's code on request."""
 
     def __init__(self, folder: Path) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(folder), "FASTATTN_BENCH_CASES": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": str(folder), "FASTATTN_BENCH_CASES": str(CASES_FILE)}
         environment["OMP_WAIT_POLICY"] = "passive"  # else threads of the one spin into the time of the other
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "benchmarks" / "compare.py"), "--worker"],
@@ -71,7 +72,7 @@ def worker() -> None:
     import torch
 
     answers, sys.stdout = sys.stdout, sys.stderr
-    path = Path(os.environ["FASTATTN_BENCH_CASES"]) / "benchmarks" / "cases.py"
+    path = Path(os.environ["FASTATTN_BENCH_CASES"])
     spec = importlib.util.spec_from_file_location("fastattn_bench_cases", path)
     assert spec is not None
     assert spec.loader is not None

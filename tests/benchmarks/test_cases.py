@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import history, suite
-from benchmarks.compare import median_interval
+from benchmarks.compare import ROOT, Revision, compare, median_interval
 from benchmarks.lib.cases import CASES
 
 
@@ -37,6 +37,18 @@ def test_the_interval_of_a_median_is_that_of_its_order_statistics():
     assert median_interval([1.0] * 9)[1:] == (1.0, 1.0)
     with pytest.raises(ValueError, match="enough rounds"):
         median_interval([1.0, 2.0, 3.0])
+
+
+def test_two_processes_time_a_case_in_turns():
+    here, base = Revision(ROOT), Revision(ROOT)
+    try:
+        found = compare(here, base, "merge-2-parts", rounds=7)
+    finally:
+        here.close()
+        base.close()
+    assert not isinstance(found, str), found
+    median, low, high = found
+    assert 0 < low <= median <= high
 
 
 def test_history_keeps_a_line_per_run_and_draws_it(tmp_path):
