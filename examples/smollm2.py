@@ -125,7 +125,7 @@ def _convert(source: Path, target: Path) -> None:
 
 
 def _half_split_rows(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undo llama.cpp's row order: it stores the two halves of a head, which rotate together, as neighbours."""
+    """Undo llama.cpp's row order: it stores the two halves of a head, which rotate together, as neighbors."""
     rows, columns = weight.shape
     return weight.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 

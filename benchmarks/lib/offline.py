@@ -3,7 +3,7 @@
 ``triton.compile`` with an explicit target needs no GPU, and the triton wheel ships NVIDIA's assembler and disassembler.
 What to compile comes from the kernel modules themselves: every module named in ``configs.KERNEL_MODULES`` lists calls
 of its launchers in ``offline_cases()``; the launches those calls would make are recorded and compiled as the
-just-in-time compiler would specialise them (integers equal to 1, pointers and strides that are multiples of 16).
+just-in-time compiler would specialize them (integers equal to 1, pointers and strides that are multiples of 16).
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def jobs_of(case: OfflineCase) -> Iterator[Job]:
 
 
 def _job(case: OfflineCase, family: str, launch: _launch.Launch) -> Job:
-    """Specialise a launch as Triton's just-in-time compiler would."""
+    """Specialize a launch as Triton's just-in-time compiler would."""
     kernel = launch.kernel
     signature: dict[str, str] = {}
     constexprs: dict[str, Any] = {}

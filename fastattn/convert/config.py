@@ -80,7 +80,7 @@ class LowRankConfig:
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), minimum)
         if self.qk_rope_head_dim is not None and self.qk_rope_head_dim % 2:
-            raise ValueError(f"qk_rope_head_dim must be even (RoPE turns pairs), got {self.qk_rope_head_dim}")
+            raise ValueError(f"qk_rope_head_dim must be even (RoPE rotates pairs), got {self.qk_rope_head_dim}")
         for name, allowed in (
             ("method", METHODS),
             ("rope_selection", SELECTIONS),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def rounding_unit(largest: float, dtype: torch.dtype) -> float:
-    """The distance between neighbouring numbers of ``dtype`` around ``largest``."""
+    """The distance between neighboring numbers of ``dtype`` around ``largest``."""
     info = torch.finfo(dtype)
     if largest <= info.tiny:
         return info.tiny * info.eps

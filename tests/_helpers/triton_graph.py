@@ -16,7 +16,7 @@ from fastattn.ops import _register
 
 
 class _NoDriver:
-    """What Triton asks of a driver while a kernel is analysed: a target, nothing that runs."""
+    """What Triton asks of a driver while a kernel is analyzed: a target, nothing that runs."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget

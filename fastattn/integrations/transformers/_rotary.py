@@ -85,7 +85,7 @@ def rotation_of(rotated: Tensor, positions: Tensor, inv_freq: Tensor, factor: fl
         for interleave in (False, True)
     ]
     if dims > rotated.shape[3]:
-        raise ValueError(f"the rotary embedding turns {dims} dims, the model's queries have {rotated.shape[3]}")
+        raise ValueError(f"the rotary embedding rotates {dims} dims, the model's queries have {rotated.shape[3]}")
     return next((c for c in candidates if c.explains(rotated, positions)), candidates[0])
 
 

@@ -168,7 +168,7 @@ def _parts(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
 ) -> Iterator[Part]:
-    """Packed rows one by one, else neighbouring rows with the same valid keys; none without a query or a key."""
+    """Packed rows one by one, else neighboring rows with the same valid keys; none without a query or a key."""
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     if query.shape[:-1].numel() == 0:
         return
