@@ -19,7 +19,8 @@ LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 # From the bottom up. A layer may import itself and those in rows below, not its neighbors in a row. A module belongs to
 # the layer with the longest name that it begins with.
 LAYERS = (
-    ("fastattn.validation", "fastattn._lazy"),  # argument checks; public names loaded on first use
+    # argument checks; public names loaded on first use; the definition of quantised storage
+    ("fastattn.validation", "fastattn._lazy", "fastattn.ops.reference_codes"),
     ("fastattn.ops._", "fastattn.ops.reference"),  # what operators share; their definitions
     ("fastattn.ops.cpu", "fastattn.ops.triton"),
     ("fastattn.ops",),  # the public functions

@@ -12,6 +12,7 @@ from fastattn.ops.decode import decode_attention, latent_decode
 from fastattn.ops.mass import attention_mass
 from fastattn.ops.merge import merge_attention
 from fastattn.ops.qk import qk_scores
+from fastattn.ops.quantize import dequantize, quantize
 from fastattn.ops.scores import query_moments, score_expected_attention, score_key_diff, score_knorm
 
 __all__ = [
@@ -20,9 +21,11 @@ __all__ = [
     "cache_append_",
     "cache_compact_",
     "decode_attention",
+    "dequantize",
     "latent_decode",
     "merge_attention",
     "qk_scores",
+    "quantize",
     "query_moments",
     "score_expected_attention",
     "score_key_diff",

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from fastattn import validation as check
 from fastattn.ops._features import check_features, refuse_forward_mode
+from fastattn.ops._formats import code_width
 from fastattn.ops._outputs import empty_out_and_lse
 from fastattn.ops._register import register
 from fastattn.ops.attention import check_attention_shapes
+from fastattn.ops.quantize import check_codes, code_columns
 
 
 @overload
@@ -27,6 +30,8 @@ def decode_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -45,6 +50,8 @@ def decode_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -63,6 +70,8 @@ def decode_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
@@ -80,6 +89,8 @@ def decode_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Attention of ``Sq`` new queries over a cache buffer whose valid slots are a prefix.
@@ -109,6 +120,9 @@ def decode_attention(
         sinks: ``[H]``, any float dtype: a logit per head without a value.
         softcap: ``c > 0``, scores become ``c tanh(score / c)``.
         alibi_slopes: ``[H]``, any float dtype.
+        key_scale: the cache is quantised and ``key`` holds codes (:func:`quantize` names formats and shapes); each is
+            read as its scale times its code.
+        value_scale: the same of ``value``, in the same format; given where ``key_scale`` is.
         return_lse: also return the log-sum-exp.
 
     Returns:
@@ -119,6 +133,10 @@ def decode_attention(
         TypeError: an argument of another type, or mixed dtypes.
         ValueError: shapes, heads or devices that do not fit, or an argument that requires a gradient.
     """
+    if key_scale is not None or value_scale is not None:
+        options = (window, positions, sinks, softcap, alibi_slopes)
+        out, lse = _decode_codes(query, key, value, lengths, scale, causal, key_scale, value_scale, *options)
+        return (out, lse) if return_lse else out
     check.check_tensor("query", query, "B H Sq Dqk")
     check.check_tensor("key", key, "B Hkv C Dqk")
     check.check_tensor("value", value, "B Hkv C Dv")
@@ -149,6 +167,7 @@ def latent_decode(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    cache_scale: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -165,6 +184,7 @@ def latent_decode(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    cache_scale: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -181,6 +201,7 @@ def latent_decode(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    cache_scale: Tensor | None = None,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
@@ -196,6 +217,7 @@ def latent_decode(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    cache_scale: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Absorbed multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) over a latent cache.
@@ -214,6 +236,7 @@ def latent_decode(
         window: slots that a query sees, its own included, as in :func:`decode_attention` without ``positions``.
         sinks: ``[H]``, any float dtype: a logit per head without a value.
         softcap: ``c > 0``, scores become ``c tanh(score / c)``.
+        cache_scale: the cache is quantised, a latent and its rope key together, as in :func:`decode_attention`.
         return_lse: also return the log-sum-exp.
 
     Returns:
@@ -233,8 +256,14 @@ def latent_decode(
         check.check_size("query_rope", query_rope, dim, query_latent.shape[dim], f"query_latent's {what}")
     check.check_size("cache", cache, 0, query_latent.shape[0], "query_latent's batch")
     columns = query_latent.shape[3] + query_rope.shape[3]
-    check.check_size("cache", cache, 2, columns, "rank plus rope dim of the query")
-    check.check_same_kind("query_latent", query_latent, query_rope=query_rope, cache=cache)
+    if cache_scale is not None:
+        storage = check_codes("cache", cache, "cache_scale", cache_scale)
+        check.check_size("cache", cache, 2, code_width(storage, columns), "codes of the query's rank plus rope dim")
+        check.check_same_kind("query_latent", query_latent, query_rope=query_rope)
+        check.check_device("cache", cache, "query_latent", query_latent)
+    else:
+        check.check_size("cache", cache, 2, columns, "rank plus rope dim of the query")
+        check.check_same_kind("query_latent", query_latent, query_rope=query_rope, cache=cache)
     check.check_int32("lengths", lengths, (cache.shape[0],), "B", cache.device)
     check.check_no_grad("latent_decode", query_latent=query_latent, query_rope=query_rope, cache=cache, sinks=sinks)
     if scale is None:
@@ -242,11 +271,66 @@ def latent_decode(
     scale = check.resolve_scale(scale, columns)
     features = check_features("latent_decode", query_latent, "query_latent", window, sinks, softcap)
     refuse_forward_mode("latent_decode", query_latent, query_rope, cache, sinks)
-    if features.plain:
+    if cache_scale is not None:
+        query, codes, scales = torch.cat([query_latent, query_rope], dim=-1), cache[:, None], cache_scale[:, None]
+        out, lse = DECODE_CODES(
+            query, codes, codes, scales, scales, lengths[:, None], scale, bool(causal), query_latent.shape[3], *features
+        )
+    elif features.plain:
         out, lse = LATENT_DECODE(query_latent, query_rope, cache, lengths, scale, bool(causal))
     else:
         out, lse = LATENT_DECODE(query_latent, query_rope, cache, lengths, scale, bool(causal), *features[:3])
     return (out, lse) if return_lse else out
+
+
+def _decode_codes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    scale: float | None,
+    causal: bool,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    window: int | None,
+    positions: Tensor | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`decode_attention` over a quantised cache."""
+    for name, given in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if given is None:
+            raise TypeError(f"{name} must be given where the other scale is, got None: both or neither are quantised")
+    check.check_tensor("query", query, "B H Sq Dqk")
+    check.check_same_kind("query", query)
+    check.check_tensor("key", key, "B Hkv C codes")
+    check.check_tensor("value", value, "B Hkv C codes")
+    storage = check_codes("key", key, "key_scale", key_scale)
+    of_value = check_codes("value", value, "value_scale", value_scale)
+    if of_value != storage:
+        raise ValueError(f"value must be stored as key is, in {storage!r}, got {of_value!r}")
+    check.check_size("key", key, 0, query.shape[0], "query's batch")
+    check.check_size("key", key, 3, code_width(storage, query.shape[3]), "codes of query's head dim")
+    for dim, what in enumerate(("batch", "heads", "slots")):
+        check.check_size("value", value, dim, key.shape[dim], f"key's {what}")
+    check.check_groups(query, key)
+    check.check_device("key", key, "query", query)
+    check.check_device("value", value, "query", query)
+    check.check_int32("lengths", lengths, tuple(key.shape[:2]), "B Hkv", query.device)
+    if positions is not None:
+        check.check_int32("positions", positions, tuple(key.shape[:3]), "B Hkv C", query.device)
+    features = check_features("decode_attention", query, "query", window, sinks, softcap, alibi_slopes)
+    check.check_no_grad("decode_attention", query=query, sinks=sinks)
+    refuse_forward_mode("decode_attention", query, sinks)
+    scale = check.resolve_scale(scale, query.shape[3])
+    value_dim = code_columns(value, storage)
+    options = (scale, bool(causal), value_dim, *features, positions)
+    return DECODE_CODES(query, key, value, key_scale, value_scale, lengths, *options)
+
+
+def _fake_codes(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return empty_out_and_lse(query, arguments[7])
 
 
 def _fake_decode(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -272,4 +356,13 @@ LATENT_DECODE = register(
     cpu="fastattn.ops.cpu.latent:latent_decode",
     triton="fastattn.ops.triton.latent:latent_decode",
     fake=_fake_latent,
+)
+DECODE_CODES = register(
+    "decode_codes",
+    "(Tensor query, Tensor key, Tensor value, Tensor key_scale, Tensor value_scale, Tensor lengths, float scale,"
+    " bool causal, SymInt value_dim, SymInt window=0, float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None,"
+    " Tensor? positions=None) -> (Tensor, Tensor)",
+    cpu="fastattn.ops.cpu.codes:decode_codes",
+    triton="fastattn.ops.triton.codes:decode_codes",
+    fake=_fake_codes,
 )

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastattn.ops.reference_codes import dequantize as dequantize
+from fastattn.ops.reference_codes import quantize as quantize
+
 
 def _wide(tensor: Tensor) -> Tensor:
     """float32, or float64 for float64."""
@@ -120,9 +123,14 @@ def decode_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See :func:`fastattn.ops.decode_attention`."""
+    if key_scale is not None and value_scale is not None:
+        wide = _wide(query).dtype
+        key, value = dequantize(key, key_scale, wide), dequantize(value, value_scale, wide)
     queries, capacity = query.shape[2], key.shape[2]
     scale = query.shape[3] ** -0.5 if scale is None else scale
     ends = _repeat_heads(lengths, query.shape[1])[:, :, None, None]
@@ -154,9 +162,12 @@ def latent_decode(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    cache_scale: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See :func:`fastattn.ops.latent_decode`."""
+    if cache_scale is not None:
+        cache = dequantize(cache, cache_scale, _wide(query_latent).dtype)
     rank = query_latent.shape[3]
     query = torch.cat([query_latent, query_rope], dim=-1)
     key = cache[:, None]
