@@ -14,6 +14,9 @@ if TYPE_CHECKING:  # for type checkers, which do not read the table below
     from fastattn.advice import advise as advise
     from fastattn.convert import LowRankConfig as LowRankConfig
     from fastattn.convert import to_low_rank_ as to_low_rank_
+    from fastattn.integrations.transformers import compressed as compressed
+    from fastattn.integrations.transformers import compressed_cache as compressed_cache
+    from fastattn.integrations.transformers import prefill as prefill
     from fastattn.modules import H2O as H2O
     from fastattn.modules import TOVA as TOVA
     from fastattn.modules import CacheState as CacheState
@@ -37,6 +40,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "fastattn.advice": ("Advice", "advise"),
         "fastattn.convert": ("LowRankConfig", "to_low_rank_"),
+        "fastattn.integrations.transformers": ("compressed", "compressed_cache", "prefill"),
         "fastattn.modules": (
             "CacheState",
             "CompressedKVCache",
@@ -56,4 +60,5 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ),
     },
     submodules=("convert", "modules", "ops"),
+    extras={"transformers": "transformers"},
 )

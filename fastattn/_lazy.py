@@ -10,7 +10,10 @@ from typing import Any
 
 
 def lazy_exports(
-    package: str, names: Mapping[str, Sequence[str]], submodules: Sequence[str] = ()
+    package: str,
+    names: Mapping[str, Sequence[str]],
+    submodules: Sequence[str] = (),
+    extras: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """``__getattr__``, ``__dir__`` and ``__all__`` of a package whose names live in modules that are not loaded yet.
 
@@ -21,13 +24,23 @@ def lazy_exports(
         package: the package's ``__name__``.
         names: module -> the public names it gives the package.
         submodules: modules of the package that are public names themselves.
+        extras: library -> the extra of fastattn that installs it; where it is missing, a name that needs it raises an
+            ImportError that names the extra.
     """
     origin = {name: module for module, exported in names.items() for name in exported}
     known = sorted([*origin, *submodules])
 
     def load(name: str) -> Any:
         if name in origin:
-            value = getattr(importlib.import_module(origin[name]), name)
+            try:
+                value = getattr(importlib.import_module(origin[name]), name)
+            except ModuleNotFoundError as error:
+                extra = (extras or {}).get((error.name or "").partition(".")[0])
+                if extra is None:
+                    raise
+                raise ImportError(
+                    f'{package}.{name} needs {error.name}: pip install "fastattn[{extra}]"', name=error.name
+                ) from error
         elif name in submodules:
             value = importlib.import_module(f"{package}.{name}")
         else:

@@ -138,7 +138,7 @@ def covariance_kernel(
 ):
     """One program: a tile of a head's covariance over a share of its tokens, ``cov [head, split, D, D]``.
 
-    Tiles above the diagonal are left to those below, which write both, so that the result is symmetric to the bit.
+    Tiles above the diagonal are left to those below, which write both.
     """
     TILES: tl.constexpr = (D + BLOCK_M - 1) // BLOCK_M
     i_head = tl.program_id(0).to(tl.int64)
