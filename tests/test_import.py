@@ -217,6 +217,13 @@ def test_type_checkers_are_told_the_public_names(name: str) -> None:
         assert value is (getattr(importlib.import_module(module), public)), public
 
 
+@pytest.mark.parametrize("name", ["fastattn", "fastattn.ops"])
+def test_every_public_name_is_type_checked_as_a_user_has_it(name: str) -> None:
+    text = (Path(__file__).parent / "user_types.py").read_text()
+    missing = [public for public in importlib.import_module(name).__all__ if public not in text]
+    assert missing == []
+
+
 def test_a_module_that_is_no_public_name_is_imported_all_the_same() -> None:
     found = run("""
         import json
