@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastattn import validation as check
 from fastattn.ops._register import register
+from fastattn.ops.quantize import check_codes, code_columns, quantize
 
 
 def cache_append_(
@@ -17,6 +18,9 @@ def cache_append_(
     key: Tensor,
     value: Tensor,
     position: Tensor,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Append tokens behind the valid slots of every row and head, in place.
 
@@ -30,11 +34,17 @@ def cache_append_(
         key: ``[B, Hkv, T, Dk]``, the new tokens, of the cache's dtype.
         value: ``[B, Hkv, T, Dv]``.
         position: int32 ``[B, T]``, original positions, the same for all heads, or -1.
+        key_scale: scales of a quantised cache, written: ``key_cache`` then holds codes, in the format that the two have
+            (:func:`quantize`), and each token is quantised as it is appended.
+        value_scale: likewise; None where ``value_cache`` has width 0.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, before anything is written. Tokens beyond the capacity ``C``
             raise on a CPU; on a GPU, which is not waited for, they are dropped and ``lengths`` stops at ``C``.
     """
+    if key_scale is not None:
+        _append_codes(key_cache, value_cache, positions, lengths, key, value, position, key_scale, value_scale)
+        return
     _check_cache("cache_append_", key_cache, value_cache, positions, lengths)
     check.check_tensor("key", key, "B Hkv T Dk")
     check.check_tensor("value", value, "B Hkv T Dv")
@@ -59,6 +69,8 @@ def cache_compact_(
     budget: int,
     *,
     min_length: int = 0,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Keep the ``budget`` best slots, in time order, of every row and head that holds more, in place.
 
@@ -74,11 +86,16 @@ def cache_compact_(
         scores: float32 ``[B, Hkv, C]`` (float64 for a float64 cache); slots beyond ``lengths`` are ignored.
         budget: tokens to keep, at least 1.
         min_length: rows and heads with fewer valid slots are left as they are.
+        key_scale: scales of a quantised cache, which move with their codes, as in :func:`cache_append_`.
+        value_scale: likewise; None where ``value_cache`` has width 0.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, before anything is written.
     """
-    _check_cache("cache_compact_", key_cache, value_cache, positions, lengths)
+    if key_scale is None:
+        _check_cache("cache_compact_", key_cache, value_cache, positions, lengths)
+    else:
+        _check_code_cache("cache_compact_", key_cache, value_cache, positions, lengths, key_scale, value_scale)
     check.check_tensor("scores", scores, "B Hkv C")
     if scores.shape != positions.shape:
         raise ValueError(f"scores must have shape {list(positions.shape)}, got {list(scores.shape)}")
@@ -87,7 +104,98 @@ def cache_compact_(
     check.check_device("scores", scores, "key_cache", key_cache)
     check.check_count("budget", budget, 1)
     check.check_count("min_length", min_length, 0)
+    if key_scale is not None:  # the same choice twice: scales are moved before the lengths change
+        moved = _rows_of(key_scale, value_scale)
+        CACHE_COMPACT(*moved, positions.clone(), lengths.clone(), scores, budget, min_length)
+        key_cache, value_cache = _as_bytes(key_cache), _as_bytes(value_cache)
     CACHE_COMPACT(key_cache, value_cache, positions, lengths, scores, budget, min_length)
+
+
+def _append_codes(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position: Tensor,
+    key_scale: Tensor,
+    value_scale: Tensor | None,
+) -> None:
+    """Quantise tokens and append their codes and scales."""
+    storage = _check_code_cache("cache_append_", key_cache, value_cache, positions, lengths, key_scale, value_scale)
+    check.check_tensor("key", key, "B Hkv T Dk")
+    check.check_tensor("value", value, "B Hkv T Dv")
+    for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        for dim, what in ((0, "batch"), (1, "heads")):
+            check.check_size(name, new, dim, cache.shape[dim], f"{name}_cache's {what}")
+        check.check_size(name, new, 3, code_columns(cache, storage), f"{name}_cache's head dim")
+    check.check_size("value", value, 2, key.shape[2], "key's tokens")
+    check.check_same_kind("key", key, value=value)
+    check.check_device("key", key, "key_cache", key_cache)
+    check.check_int32("position", position, (key.shape[0], key.shape[2]), "B T", key_cache.device)
+    check.check_no_grad("cache_append_", key=key, value=value)
+    if check.checks_values(key):
+        check_finite(position >= 0, key=key, value=value)
+    codes, scale = quantize(key, storage)
+    value_codes, of_value = (codes[..., :0], scale) if value_scale is None else quantize(value, storage)
+    of_new = _rows_of(scale, None if value_scale is None else of_value)
+    CACHE_APPEND(*_rows_of(key_scale, value_scale), positions, lengths.clone(), *of_new, position)
+    CACHE_APPEND(_as_bytes(key_cache), _as_bytes(value_cache), positions, lengths, codes, value_codes, position)
+
+
+def check_finite(real: Tensor, **tensors: Tensor | None) -> None:
+    """Tokens that ``real [B, T]`` names hold neither NaN nor inf: codes could not say so."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not bool(tensor.isfinite().all()):
+            bad = (~tensor.isfinite()).any(3).any(1) & real
+            if bool(bad.any()):
+                row, token = bad.nonzero()[0].tolist()
+                raise ValueError(f"{name} must be finite to be quantised, got NaN or inf in row {row}, token {token}")
+
+
+def _rows_of(key_scale: Tensor, value_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Scales as the update operators take vectors, ``[B, Hkv, C, n]``."""
+    keys = key_scale if key_scale.dim() == 4 else key_scale[..., None]
+    if value_scale is None:
+        return keys, keys.new_empty(*keys.shape[:3], 0)
+    return keys, value_scale if value_scale.dim() == 4 else value_scale[..., None]
+
+
+def _as_bytes(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8) if codes.dtype == torch.float8_e4m3fn else codes
+
+
+def _check_code_cache(
+    operator: str,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    key_scale: Tensor,
+    value_scale: Tensor | None,
+) -> str:
+    """Codes, scales and integers fit each other; the format."""
+    check.check_tensor("key_cache", key_cache, "B Hkv C codes")
+    check.check_tensor("value_cache", value_cache, "B Hkv C codes")
+    storage = check_codes("key_cache", key_cache, "key_scale", key_scale)
+    for dim, what in enumerate(("batch", "heads", "slots")):
+        check.check_size("value_cache", value_cache, dim, key_cache.shape[dim], f"key_cache's {what}")
+    if value_cache.dtype != key_cache.dtype:
+        raise TypeError(f"value_cache must have key_cache's dtype {key_cache.dtype}, got {value_cache.dtype}")
+    if value_cache.shape[3]:
+        other = check_codes("value_cache", value_cache, "value_scale", value_scale)
+        if other != storage:
+            raise ValueError(f"value_cache must be stored as key_cache is, in {storage!r}, got {other!r}")
+    elif value_scale is not None:
+        raise ValueError("value_scale must be None for a value_cache of width 0, got scales")
+    check.check_int32("positions", positions, tuple(key_cache.shape[:3]), "B Hkv C", key_cache.device)
+    check.check_int32("lengths", lengths, tuple(key_cache.shape[:2]), "B Hkv", key_cache.device)
+    written = {"key_cache": key_cache, "value_cache": value_cache, "positions": positions, "lengths": lengths}
+    check.check_written(**written, key_scale=key_scale)
+    if value_scale is not None:
+        check.check_written(value_scale=value_scale)
+    return storage
 
 
 def _check_cache(operator: str, key_cache: Tensor, value_cache: Tensor, positions: Tensor, lengths: Tensor) -> None:

@@ -25,6 +25,7 @@ def compressed_cache(
     interval: int = 128,
     max_step: int = 1,
     dtype: torch.dtype | None = None,
+    storage: str | None = None,
 ) -> CompressedCache:
     """A cache for ``model.generate(..., past_key_values=cache)`` and for forward passes of ``model``.
 
@@ -50,6 +51,8 @@ def compressed_cache(
             decoding would compress, so that the text is plain decoding's.
         dtype: of the cache; must be the dtype of the model's keys, which is the default. Under autocast it may be any:
             queries, keys and values are cast to it.
+        storage: ``"int8"``, ``"fp8"`` or ``"int4"`` for quantised keys and values, as in
+            :class:`~fastattn.CompressedKVCache`.
 
     Returns:
         A transformers ``Cache``; its attribute ``kv`` is the :class:`~fastattn.CompressedKVCache`.
@@ -73,6 +76,7 @@ def compressed_cache(
         interval=interval,
         max_step=max_step,
         dtype=spec.dtype if dtype is None else dtype,
+        storage=storage,
     )
     return CompressedCache(kv, spec, hook.config, sizes_itself=batch_size is None)
 

@@ -35,6 +35,8 @@ def attend_after_append(call: LayerCall) -> Tensor:
 def _attend_to_slots(call: LayerCall, query: Tensor, key: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     layer = call.state.layer
     rank, lengths = layer.spec.latent_rank, layer.lengths
+    if layer.spec.storage is not None:
+        return _attend_to_codes(call, query, causal)
     if rank is not None:
         latent, rope = query[..., :rank], query[..., rank:]
         result = ops.latent_decode(
@@ -46,6 +48,20 @@ def _attend_to_slots(call: LayerCall, query: Tensor, key: Tensor, causal: bool) 
         )
     assert isinstance(result, tuple)
     return result
+
+
+def _attend_to_codes(call: LayerCall, query: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    layer, scale = call.state.layer, call.scale
+    rank, lengths = layer.spec.latent_rank, layer.lengths
+    if rank is None:
+        return ops.decode_attention(
+            query, layer.keys, layer.values, lengths, scale=scale, causal=causal, key_scale=layer.key_scale,
+            value_scale=layer.value_scale, return_lse=True,
+        )  # fmt: skip
+    latent, rope, codes, cache_scale = query[..., :rank], query[..., rank:], layer.keys[:, 0], layer.key_scale[:, 0]
+    return ops.latent_decode(
+        latent, rope, codes, lengths[:, 0], scale=scale, causal=causal, cache_scale=cache_scale, return_lse=True
+    )
 
 
 def _inputs(call: LayerCall, appended: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn.modules.kv_cache.spec import LayerSpec
+from fastattn.ops._formats import GROUP, code_dtype, code_width, scale_dtype
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class Buffer:
     Attributes:
         name: its name in the module and in a saved state.
         dims: what each dim counts: ``rows`` of the batch, ``kv_heads``, ``slots`` of a head, ``heads`` of the query,
-            ``ring`` (queries kept), ``key_dim``, ``value_dim``.
+            ``ring`` (queries kept), ``key_dim``, ``value_dim``, and of quantised ones ``key_codes``, ``key_groups`` and
+            so on.
         dtype: None for the dtype of keys and values; float32 becomes float64 in a float64 cache.
         empty: what it holds where there is no token. None where that may be anything: the buffer is then never cleared.
         late: allocated once the number of query heads is known.
@@ -78,7 +80,15 @@ _LAYER_BUFFERS = (
 def layer_buffers(spec: LayerSpec) -> tuple[Buffer, ...]:
     """What a layer of ``spec`` holds. A further buffer, for all layers or for some, is declared here."""
     kept = [Buffer(slot_name(name), ("rows", "kv_heads", "slots"), dtype, empty=0) for name, dtype in spec.slot_state]
-    return (*_LAYER_BUFFERS, *kept)
+    if spec.storage is None:
+        return (*_LAYER_BUFFERS, *kept)
+    codes = (("keys", "key_codes"), ("values", "value_codes"))
+    per_slot, groups = ("rows", "kv_heads", "slots"), spec.storage == "int4"
+    quantised = [Buffer(name, (*per_slot, width), code_dtype(spec.storage)) for name, width in codes]
+    for name in ("key",) if spec.latent_rank is not None else ("key", "value"):
+        dims = (*per_slot, f"{name}_groups") if groups else per_slot
+        quantised.append(Buffer(f"{name}_scale", dims, scale_dtype(spec.storage)))
+    return (*quantised, *_LAYER_BUFFERS[2:], *kept)
 
 
 def slot_name(name: str) -> str:
@@ -94,4 +104,8 @@ def layer_sizes(spec: LayerSpec, rows: int) -> dict[str, int]:
         "slots": spec.capacity,
         "key_dim": spec.head_dim,
         "value_dim": spec.stored_value_dim,
+        "key_codes": code_width(spec.storage or "", spec.head_dim),
+        "value_codes": code_width(spec.storage or "", spec.stored_value_dim),
+        "key_groups": spec.head_dim // GROUP,
+        "value_groups": spec.stored_value_dim // GROUP,
     }

@@ -47,6 +47,9 @@ class CompressedKVCache(RowCache):
         max_step: most tokens of a call that counts as a decode step.
         rotary: the model's rotation; policies that look ahead need it.
         dtype: of keys and values; torch's default dtype by default.
+        storage: ``"int8"``, ``"fp8"`` or ``"int4"``: keys and values are quantised as they are appended
+            (:func:`fastattn.ops.quantize`), and attention reads the codes. On a CPU only. NaN and inf in a new token
+            raise in eager mode and poison what sees the token in a compiled graph.
         device: of all buffers.
         persistent: where the cache is a part of a model, the model's ``state_dict`` holds it. False leaves it out, and
             loading the model leaves the cache as it is; :meth:`state_dict` of the cache itself is not affected.
@@ -72,6 +75,7 @@ class CompressedKVCache(RowCache):
         max_step: int = 1,
         rotary: Rotary | None = None,
         dtype: torch.dtype | None = None,
+        storage: str | None = None,
         device: torch.device | str | None = None,
         persistent: bool = True,
     ) -> None:
@@ -88,6 +92,7 @@ class CompressedKVCache(RowCache):
             interval=interval,
             max_step=max_step,
             dtype=dtype,
+            storage=storage,
             rotary=rotary,
         )
         super().__init__(spec, rotary, device, persistent)

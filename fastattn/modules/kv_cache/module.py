@@ -119,6 +119,11 @@ class CacheModule(nn.Module):
         return self._spec.latent_rank
 
     @property
+    def storage(self) -> str | None:
+        """Format of quantised keys and values; None where they are stored as they come."""
+        return self._spec.storage
+
+    @property
     def batch_size(self) -> int:
         """Rows."""
         return self._spec.batch_size
@@ -131,12 +136,34 @@ class CacheModule(nn.Module):
     # -- what the cache holds ----------------------------------------------------------------------------------------
 
     def keys(self, layer: int) -> Tensor:
-        """Key buffer ``[B, Hkv, C, Dk]``; only the first ``lengths(layer)`` slots mean something."""
-        return self._layer(layer).keys
+        """Key buffer ``[B, Hkv, C, Dk]``; only the first ``lengths(layer)`` slots mean something.
+
+        Codes where the cache is quantised; :meth:`dequantized` gives numbers.
+        """
+        keys = self._layer(layer).keys
+        return keys.view(torch.float8_e4m3fn) if self._spec.storage == "fp8" else keys
 
     def values(self, layer: int) -> Tensor:
         """Value buffer ``[B, Hkv, C, Dv]``; for a latent cache a view of the keys."""
-        return self._layer(layer).visible_values
+        values = self._layer(layer).visible_values
+        return values.view(torch.float8_e4m3fn) if self._spec.storage == "fp8" else values
+
+    def scales(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Scales of the key and value codes (:func:`fastattn.ops.quantize`); of a latent cache twice the same.
+
+        Raises:
+            ValueError: the cache is not quantised.
+        """
+        held = self._layer(layer)
+        if self._spec.storage is None:
+            raise ValueError("storage must be 'int8', 'fp8' or 'int4' for a cache to have scales, got None")
+        return held.key_scale, held.key_scale if self._spec.latent_rank else held.value_scale
+
+    def dequantized(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values as numbers of the cache's dtype: a copy where the cache is quantised."""
+        if self._spec.storage is None:
+            return self.keys(layer), self.values(layer)
+        return self._layer(layer).dequantized(self.dtype)
 
     def positions(self, layer: int) -> Tensor:
         """Original positions int32 ``[B, Hkv, C]``, -1 where empty."""
@@ -153,8 +180,9 @@ class CacheModule(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values."""
-        return self._layer(0).keys.dtype
+        """Of queries, keys and values as they come; of a quantised cache not what is stored."""
+        layer = self._layer(0)
+        return layer.keys.dtype if layer.spec.storage is None else layer.number_dtype
 
     @property
     def device(self) -> torch.device:
@@ -286,4 +314,4 @@ class CacheModule(nn.Module):
             f"policy={self.policy}, budget={self.budget}, interval={self.interval}, max_step={self.max_step}, "
             f"num_layers={self.num_layers}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
             f"v_head_dim={self.v_head_dim}, latent_rank={self.latent_rank}, batch_size={self.batch_size}"
-        )
+        ) + ("" if self.storage is None else f", storage={self.storage!r}")

@@ -50,7 +50,8 @@ def policy_scores(
             return score()
         full = (lengths >= min_length).any()
         if store.keys.device.type == "cpu":  # compiled: a branch in the graph, except around a single operator
-            if policy.predicated and not policy.query_window:
+            # A quantised store is turned into numbers first, which is to happen in the branch alone.
+            if policy.predicated and not policy.query_window and store.spec.storage is None:
                 return score()
             return torch.cond(full, lambda: score().clone(), lambda: _no_score(store), ())
         # On a GPU nothing may wait for the device, inside graphs not even for a user's policy.
@@ -108,9 +109,13 @@ def _cache_state(
 ) -> CacheState:
     """What the policy sees of ``store``: a layer as it was before a step unless ``after``, a work store after it."""
     before = isinstance(store, CacheLayer) and not after
+    if store.spec.storage is None:
+        keys, values = store.keys, store.visible_values
+    else:
+        keys, values = store.dequantized(call.key.dtype)
     return CacheState(
-        keys=store.keys,
-        values=store.visible_values,
+        keys=keys,
+        values=values,
         positions=store.positions,
         lengths=lengths,
         tokens_seen=call.state.tokens_seen + (0 if before else call.real_tokens()),

@@ -10,6 +10,7 @@ import torch
 
 from fastattn.modules.policies import Policy
 from fastattn.modules.rotary import Rotary
+from fastattn.ops.quantize import check_dim, check_storage
 from fastattn.validation import FLOATS, check_count
 
 
@@ -26,6 +27,7 @@ class LayerSpec:
         v_head_dim: dims of a value.
         latent_rank: the value is the key's first ``latent_rank`` dims; None where it is stored by itself.
         slot_state: names and dtypes of the numbers that the policy keeps per slot.
+        storage: the format of quantised keys and values, None where they are stored as they come.
     """
 
     budget: int
@@ -36,6 +38,7 @@ class LayerSpec:
     v_head_dim: int
     latent_rank: int | None
     slot_state: tuple[tuple[str, torch.dtype], ...] = ()
+    storage: str | None = None
 
     @property
     def capacity(self) -> int:
@@ -73,6 +76,7 @@ class CacheSpec:
     interval: int = 128
     max_step: int = 1
     dtype: torch.dtype | None = None
+    storage: str | None = None
     rotary: InitVar[Rotary | None] = None  # checked here, but kept by the cache: it moves with the buffers
 
     def __post_init__(self, rotary: Rotary | None) -> None:
@@ -85,6 +89,8 @@ class CacheSpec:
         self._check_rotary(rotary)
         if self.dtype is not None and self.dtype not in FLOATS:
             raise TypeError(f"dtype must be torch.float16, bfloat16, float32 or float64, got {self.dtype!r}")
+        if self.storage is not None:
+            self._check_storage(self.storage)
         if self.num_heads is not None:
             check_count("num_heads", self.num_heads, 1)
             if self.num_heads % self.num_kv_heads:
@@ -93,6 +99,20 @@ class CacheSpec:
                 )
         for budget in sorted(set(self.budgets)):
             self.policy.check(budget)
+
+    def _check_storage(self, storage: str) -> None:
+        """A format that takes keys and values of these dims, and a policy that works over codes."""
+        check_storage(storage)
+        check_dim("keys", self.head_dim, storage)
+        if self.latent_rank is None:
+            check_dim("values", self.value_dim, storage)
+        if (self.dtype or torch.get_default_dtype()) == torch.float64:
+            raise ValueError(f"storage must be None for a cache of dtype torch.float64, got {storage!r}")
+        if self.policy.rerotate:
+            raise ValueError(
+                f"storage must be None for {type(self.policy).__name__}(rerotate=True), which rotates all keys anew, "
+                f"got {storage!r}"
+            )
 
     def _check_slot_state(self) -> None:
         """Names and dtypes of what the policy keeps per slot."""
@@ -163,6 +183,7 @@ class CacheSpec:
             v_head_dim=self.value_dim,
             latent_rank=self.latent_rank,
             slot_state=tuple(self.policy.slot_state.items()),
+            storage=self.storage,
         )
 
     def with_num_heads(self, num_heads: int, rotary: Rotary | None) -> CacheSpec:

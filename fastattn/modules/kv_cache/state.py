@@ -16,6 +16,9 @@ from fastattn.modules.kv_cache.query_ring import QueryRing
 from fastattn.modules.kv_cache.spec import CacheSpec, LayerSpec
 from fastattn.modules.rotary import Rotary
 
+# What cache_compact_ moves by itself.
+_COMPACTED = frozenset({"keys", "values", "positions", "key_scale", "value_scale"})
+
 
 class SlotStore:
     """Tokens in slots: a layer, or the larger store that a prompt is compressed in.
@@ -33,11 +36,22 @@ class SlotStore:
     values: Tensor
     positions: Tensor
     lengths: Tensor
+    key_scale: Tensor
+    value_scale: Tensor
 
     @property
     def visible_values(self) -> Tensor:
         """Values as attention takes them: for a latent cache a view of the keys."""
+        if self.spec.storage == "int4" and self.spec.latent_rank:
+            return self.keys  # its transform mixes latent and rope key
         return self.keys[..., : self.spec.latent_rank] if self.spec.latent_rank else self.values
+
+    def dequantized(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A copy of all keys and values as numbers."""
+        keys = ops.dequantize(self.keys, self.key_scale, dtype)
+        if self.spec.latent_rank:
+            return keys, keys[..., : self.spec.latent_rank]
+        return keys, ops.dequantize(self.values, self.value_scale, dtype)
 
     def slot_state(self) -> dict[str, Tensor]:
         """What the policy keeps per slot, by its own names."""
@@ -46,7 +60,12 @@ class SlotStore:
     def append_(self, key: Tensor, value: Tensor | None, position: Tensor) -> None:
         """Append tokens whose ``position [B, T]`` is not -1. Buffers of other kinds are already empty there."""
         value = key[..., :0] if value is None else value
-        ops.cache_append_(self.keys, self.values, self.positions, self.lengths, key, value, position)
+        if self.spec.storage is None:
+            ops.cache_append_(self.keys, self.values, self.positions, self.lengths, key, value, position)
+            return
+        scales = {} if self.spec.latent_rank else {"value_scale": self.value_scale}
+        stored = (self.keys, self.values, self.positions, self.lengths)
+        ops.cache_append_(*stored, key, value, position, key_scale=self.key_scale, **scales)
 
     def newest_position(self) -> Tensor:
         """Position of each row's newest token, int32 ``[B]``, -1 where there is none.
@@ -61,11 +80,17 @@ class SlotStore:
 
         ``lengths`` are the store's own, or a copy of them that is 0 for rows that stay as they are.
         """
-        further = [b for b in self.slot_buffers if b.name not in ("keys", "values", "positions")]
+        further = [b for b in self.slot_buffers if b.name not in _COMPACTED]
         before = self.positions.clone() if further else None
-        ops.cache_compact_(
-            self.keys, self.values, self.positions, lengths, scores, self.spec.budget, min_length=min_length
-        )
+        budget = self.spec.budget
+        if self.spec.storage is None:
+            ops.cache_compact_(self.keys, self.values, self.positions, lengths, scores, budget, min_length=min_length)
+        else:
+            of_values = None if self.spec.latent_rank else self.value_scale
+            ops.cache_compact_(
+                self.keys, self.values, self.positions, lengths, scores, budget, min_length=min_length,
+                key_scale=self.key_scale, value_scale=of_values,
+            )  # fmt: skip
         if lengths is not self.lengths:
             self.lengths.copy_(torch.where(lengths > 0, lengths, self.lengths))
         if before is not None:
@@ -99,24 +124,27 @@ class CacheLayer(SlotStore, nn.Module):
 
     queries: Tensor | None
     left_out = False  # of the state that is being loaded
+    number_dtype: torch.dtype  # of queries and new tokens, where what is stored is quantised
 
     def __init__(self, spec: LayerSpec, rows: int, dtype: torch.dtype, device: Any) -> None:
         super().__init__()
         self.spec = spec
         self.declared = layer_buffers(spec)
         self.slot_buffers = tuple(buffer for buffer in self.declared if buffer.per_slot)
+        self.number_dtype = dtype
         sizes = layer_sizes(spec, rows)
         for buffer in self.declared:
             self.register_buffer(buffer.name, None if buffer.late else buffer.allocate(sizes, dtype, device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """A change of dtype is that of keys and values: what the policy keeps per slot keeps its own."""
-        kept = self.slot_state()
+        """A change of dtype is that of keys and values: scales and what the policy keeps per slot keep their own."""
+        kept = {b.name: getattr(self, b.name) for b in self.declared if b.dtype is not None and b.per_slot}
         super()._apply(fn, recurse)
+        self.number_dtype = fn(torch.empty(0, dtype=self.number_dtype, device=self.keys.device)).dtype
         for buffer in self.declared:
-            name = buffer.name.removeprefix("slot_")
-            if buffer.name == slot_name(name) and name in kept:
-                setattr(self, buffer.name, kept[name].to(self.keys.device, buffer.resolve_dtype(self.keys.dtype)))
+            if buffer.name in kept:
+                dtype = buffer.resolve_dtype(self.keys.dtype)
+                setattr(self, buffer.name, kept[buffer.name].to(self.keys.device, dtype))
         return self
 
     def allocate_queries(self, num_heads: int, ring_size: int) -> None:
@@ -125,7 +153,8 @@ class CacheLayer(SlotStore, nn.Module):
         with torch.inference_mode(False):
             for buffer in self.declared:
                 if buffer.late:
-                    setattr(self, buffer.name, buffer.allocate(sizes, self.keys.dtype, self.keys.device))
+                    dtype = self.keys.dtype if self.spec.storage is None else self.number_dtype
+                    setattr(self, buffer.name, buffer.allocate(sizes, dtype, self.keys.device))
 
     def _load_from_state_dict(self, *args: Any) -> None:
         if not self.left_out:

@@ -41,7 +41,7 @@ def save_cache(
         "policy": _described(arguments["policy"]),
         "rotary": None if rotary is None else _rotary_options(rotary),
         "shapes": {name: list(tensor.shape) for name, (_, tensor) in buffers.items()},
-        "storage": None,
+        "storage": arguments["storage"],
         "tokens_seen": buffers["tokens_seen"][1].tolist(),
         "fingerprint": fingerprint,
     }

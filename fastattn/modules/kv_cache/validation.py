@@ -12,6 +12,7 @@ from fastattn import validation as check
 from fastattn.modules.kv_cache.call import NewTokens
 from fastattn.modules.kv_cache.spec import CacheSpec
 from fastattn.modules.kv_cache.state import CallState
+from fastattn.ops.cache import check_finite
 
 _LAST_POSITION = 2**31 - 1
 HALF_WRITTEN = "_half_written"  # the name in a state that was saved between the layers of one call
@@ -43,6 +44,8 @@ def check_source(held: CacheSpec, source: CacheSpec, dtypes: tuple[torch.dtype, 
     """Rows of a cache of spec ``source`` fit into one of spec ``held``."""
     if dtypes[0] != dtypes[1]:
         raise TypeError(f"source must have the cache's dtype {dtypes[0]}, got {dtypes[1]}")
+    if source.storage != held.storage:
+        raise ValueError(f"source must have the cache's storage {held.storage!r}, got {source.storage!r}")
     if source.num_layers != held.num_layers:
         raise ValueError(f"source must have the cache's {held.num_layers} layers, got {source.num_layers}")
     for layer in range(held.num_layers):
@@ -119,6 +122,14 @@ def check_saved(
                 f"state_dict must hold {name} of shape {expected}, got {actual}: it was saved from a cache of another "
                 "size"
             )
+    if spec.storage is not None or any(_is_code(saved.get(name)) for name in shapes):
+        for name, value in held.items():
+            dtype = getattr(saved.get(f"{prefix}{name}"), "dtype", value.dtype)
+            if dtype != value.dtype and not (dtype.is_floating_point and value.dtype.is_floating_point):
+                raise ValueError(
+                    f"state_dict must be of a cache with storage {spec.storage!r}, whose {name} are {value.dtype}, got "
+                    f"{dtype}"
+                )
     optional = late if holds_no_query(saved, prefix) else []
     missing = [name for name in shapes if name not in saved and name not in optional]
     unexpected = [name for name in saved if name not in shapes]
@@ -127,6 +138,10 @@ def check_saved(
             f"state_dict must hold what the cache holds, but it lacks {missing} and has {unexpected} besides: it was "
             "saved from another kind of cache"
         )
+
+
+def _is_code(saved: Any) -> bool:
+    return getattr(saved, "dtype", None) in (torch.int8, torch.uint8)
 
 
 # -- a call ----------------------------------------------------------------------------------------------------------
@@ -165,6 +180,10 @@ def check_new_tokens(state: CallState, new: NewTokens) -> None:
         check.check_size("value", new.value, 2, tokens, "key's tokens")
     check.check_no_grad("CompressedKVCache", query=new.query, key=new.key, value=new.value)
     check.resolve_scale(new.scale, layer.head_dim)
+    if layer.storage is not None and check.checks_values(new.key):
+        mask = new.attention_mask
+        real = torch.ones(rows, tokens, dtype=torch.bool) if mask is None or mask.shape != (rows, tokens) else mask
+        check_finite(real, key=new.key, value=new.value)
     _check_mask_and_positions(state, new, rows, tokens)
 
 
@@ -192,15 +211,16 @@ def _check_mask_and_positions(state: CallState, new: NewTokens, rows: int, token
 def _check_new(state: CallState, name: str, new: Tensor, dims: str, heads: int | None, head_dim: int) -> None:
     check.check_tensor(name, new, dims)
     keys, rows = state.layer.keys, state.spec.batch_size
+    dtype = keys.dtype if state.spec.storage is None else state.layer.number_dtype
     if new.shape[0] != rows:
         raise ValueError(f"{name} must have the cache's batch size {rows}, got {new.shape[0]}")
     if heads is not None and new.shape[1] != heads:
         raise ValueError(f"{name} must have the cache's {heads} key/value heads, got {new.shape[1]}")
     if new.shape[3] != head_dim:
         raise ValueError(f"{name} must have the cache's head dim {head_dim}, got {new.shape[3]}")
-    if new.dtype != keys.dtype:
+    if new.dtype != dtype:
         raise TypeError(
-            f"{name} must have the cache's dtype {keys.dtype}, got {new.dtype}: make the cache with "
+            f"{name} must have the cache's dtype {dtype}, got {new.dtype}: make the cache with "
             f"dtype={new.dtype}, or cast"
         )
     if new.device != keys.device:

@@ -248,11 +248,12 @@ class LowRankAttention(nn.Module):
         max_step: int = 1,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        storage: str | None = None,
     ) -> CompressedKVCache:
         """A latent cache for ``num_layers`` layers like this one: ``R + dr`` numbers per token, stored once.
 
         Args:
-            policy, budget, interval, max_step: as in :class:`~fastattn.CompressedKVCache`.
+            policy, budget, interval, max_step, storage: as in :class:`~fastattn.CompressedKVCache`.
             num_layers: layers that share the cache, each with its own ``layer`` index.
             batch_size: rows.
             dtype, device: the weights' by default (under autocast give its dtype).
@@ -273,6 +274,7 @@ class LowRankAttention(nn.Module):
             batch_size=batch_size,
             interval=interval,
             max_step=max_step,
+            storage=storage,
             rotary=self.latent_rotary(),
             dtype=dtype or check.float_dtype(self.kv_a_proj_with_mqa) or torch.get_default_dtype(),
             device=device or check.device_of(self.kv_a_proj_with_mqa) or self.inv_freq.device,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.ops import attention, merge_attention
+from fastattn.ops import attention, dequantize, merge_attention
 
 if TYPE_CHECKING:
     from fastattn.modules.kv_cache import CompressedKVCache
@@ -86,10 +86,13 @@ def expanded_over_cache(up: UpProjection, new: Projected, scale: float, cache: C
     start, end = new.span()
     parts = [_part(query, key, value, scale, end, start, causal=True)]
     buffer, stored = cache.keys(layer)[:, 0], cache.lengths(layer)[:, 0]
+    scale_of_slots = None if cache.storage is None else cache.scales(layer)[0][:, 0]
     # A graph can't depend on how full the cache is; eager mode skips what is empty, all of it at the first prompt.
     slots = buffer.shape[1] if torch.compiler.is_compiling() else int(stored.max())
     for first in range(0, slots, EXPANDED_SLOTS):
         block = buffer[:, first : min(first + EXPANDED_SLOTS, slots)]
+        if scale_of_slots is not None:
+            block = dequantize(block, scale_of_slots[:, first : first + block.shape[1]], new.latent.dtype)
         key, value = up.expand(block[..., : up.rank], block[..., up.rank :])
         valid = (stored - first).clamp(0, block.shape[1])
         parts.append(_part(query, key, value, scale, valid))
