@@ -96,6 +96,14 @@ def decode(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         packed = codes.unflatten(-1, (-1, GROUP // 2))
         numbers = torch.cat([packed & 15, packed >> 4], -1).to(dtype) - 8
         return (numbers * scale.to(dtype)[..., None]).flatten(-2)
-    if codes.dtype == torch.uint8:
-        codes = codes.view(torch.float8_e4m3fn)
+    if codes.dtype != torch.int8:
+        return _from_e4m3(codes.view(torch.uint8), dtype) * scale.to(dtype)[..., None]
     return codes.to(dtype) * scale.to(dtype)[..., None]
+
+
+def _from_e4m3(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers whose e4m3fn bits these are, by way of float16, whose exponent is biased by 8 more: exact."""
+    signed = codes.view(torch.int8).to(torch.int16) << 7  # sign extended: bit 7 is copied to bit 15 and above 14
+    half = (signed & -16385).view(torch.float16)  # the copy in bit 14 is an exponent's bit
+    numbers = half.to(dtype) * 256
+    return numbers.masked_fill_((codes & 127) == 127, float("nan"))

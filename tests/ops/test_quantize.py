@@ -55,6 +55,15 @@ def test_what_is_not_finite_poisons_its_vector_only(storage: str, bad: float) ->
     assert found[[0, 2]].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_every_bit_pattern_of_e4m3_is_read_exactly(dtype: torch.dtype) -> None:
+    bits = torch.arange(256, dtype=torch.uint8)
+    expected = bits.view(torch.float8_e4m3fn).to(dtype)
+    for codes in (bits, bits.view(torch.float8_e4m3fn)):
+        found = ops.dequantize(codes, torch.ones(()), dtype)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @st.composite
 def calls(draw_: Any) -> dict[str, Any]:
     """Quantised caches with equal or ragged lengths, scales of unused slots NaN."""
