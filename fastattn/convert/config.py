@@ -48,7 +48,8 @@ class LowRankConfig:
         kv_rank_budget: sum of the layers' latent ranks, given out where they lower the relative error most; needs
             ``kv_lora_rank=None``.
         statistics: ``"sequential"`` calibrates a layer on what the already converted layers put out, ``"parallel"`` on
-            what the original's did.
+            what the original's did. By default the first; with ``"curvature"``, which is gathered on the original, the
+            second.
         damping: multiple of the mean input energy added to the diagonal of the statistics.
         balance: scale keys to the values' size before their joint decomposition.
         layers: converts only attention modules whose name matches: a regular expression or a function of the name.
@@ -65,7 +66,7 @@ class LowRankConfig:
     rope_selection: Literal["energy", "uniform"] = "energy"
     rope_mixing: Literal["complex", "real"] = "complex"
     kv_rank_budget: int | None = None
-    statistics: Literal["sequential", "parallel"] = "sequential"
+    statistics: Literal["sequential", "parallel"] | None = None
     damping: float = 0.0
     balance: bool = True
     layers: str | Callable[[str], bool] | None = None
@@ -88,6 +89,8 @@ class LowRankConfig:
             ("statistics", STATISTICS),
             ("rank_allocation", ALLOCATIONS),
         ):
+            if name == "statistics" and self.statistics is None:
+                continue
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
         if self.kv_rank_budget is not None and self.kv_lora_rank is not None:
@@ -104,10 +107,17 @@ class LowRankConfig:
             raise TypeError(f"refit must be a bool, got {type(self.refit).__name__}")
         if self.method != "curvature" and (self.refit or self.rank_allocation != "uniform"):
             raise ValueError(f'rank_allocation and refit need method="curvature", got {self.method!r}')
+        if self.method == "curvature" and self.statistics == "sequential":
+            raise ValueError('statistics must be "parallel" or None for method="curvature", got "sequential"')
         if self.layers is not None and not isinstance(self.layers, str) and not callable(self.layers):
             raise TypeError(
                 f"layers must be a regular expression, a function or None, got {type(self.layers).__name__}"
             )
+
+    @property
+    def sequential(self) -> bool:
+        """A layer is calibrated on what the converted layers before it put out."""
+        return self.method != "curvature" if self.statistics is None else self.statistics == "sequential"
 
     def wants(self, name: str) -> bool:
         """Whether the attention module called ``name`` is to be converted."""
@@ -120,6 +130,7 @@ class LowRankConfig:
     def as_dict(self) -> dict[str, Any]:
         """The options as JSON can hold them."""
         options = asdict(self)
+        options["statistics"] = "sequential" if self.sequential else "parallel"
         if callable(self.layers):
             options["layers"] = getattr(self.layers, "__qualname__", repr(self.layers))
         return options

@@ -189,7 +189,7 @@ def _convert_layers(
     replaced: dict[str, ConvertedAttention] = {}
     rows: list[LayerReport] = []
     for site in progress_bar(sites, "Converting", progress):
-        walk, sequential = source.walk, config.statistics == "sequential"
+        walk, sequential = source.walk, config.sequential
         if site.name not in ranks:
             if walk is not None:
                 walk.advance(site.index)

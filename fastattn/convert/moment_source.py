@@ -57,8 +57,8 @@ def _some_tokens(model: nn.Module) -> Tensor:
 def source_for(model: nn.Module, config: LowRankConfig, calibration: Any, sites: list[AttentionSite]) -> MomentSource:
     """The source that ``calibration`` stands for, long enough for the ranks that ``config`` asks of ``sites``."""
     if isinstance(calibration, CalibrationStatistics):
-        if config.statistics != "parallel":
-            raise ValueError(f'given statistics are parallel: statistics must be "parallel", got {config.statistics!r}')
+        if config.sequential:
+            raise ValueError('given statistics are parallel: statistics must be "parallel", got "sequential"')
         hidden = read_weights(model, sites[0]).hidden_size
         missing = [site.name for site in sites if site.name not in calibration.moments]
         wrong = {moment.total.shape[0] - 1 for moment in calibration.moments.values()} - {hidden}

@@ -187,6 +187,10 @@ def test_bad_input_is_refused_before_anything_changes():
         LowRankConfig(refit=True)
     with pytest.raises(ValueError, match="rank_allocation"):
         replace(SMALL, rank_allocation="best")
+    with pytest.raises(ValueError, match='statistics must be "parallel" or None'):
+        replace(SMALL, statistics="sequential")
+    for method, statistics in (("curvature", "parallel"), ("loss_optimal", "sequential")):
+        assert LowRankConfig(method=method).as_dict()["statistics"] == statistics
     with pytest.raises(TypeError, match="refit"):
         replace(SMALL, refit=1)
     with torch.inference_mode():
