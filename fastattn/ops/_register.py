@@ -50,25 +50,29 @@ def force_triton() -> Iterator[None]:
         _force_triton = previous
 
 
-def _lazy(target: str) -> Callable[..., Any]:
-    """The function that ``"module:function"`` names, imported when it is first called."""
-    module, _, name = target.partition(":")
-    function: Callable[..., Any] | None = None
+class _Lazy:
+    """The function that ``"module:function"`` names, imported when it is first called.
 
-    def call(*args: Any) -> Any:
-        nonlocal function
-        if function is None:
-            try:
-                function = getattr(importlib.import_module(module), name)
-            except ImportError as error:
-                if error.name is not None and error.name.split(".")[0] == "triton":
-                    raise ImportError(
-                        "fastattn's GPU operators need the package triton, which is not installed"
-                    ) from error
-                raise
-        return function(*args)
+    Attributes:
+        function: the function, None before.
+    """
 
-    return call
+    def __init__(self, target: str) -> None:
+        self._module, _, self._name = target.partition(":")
+        self.function: Callable[..., Any] | None = None
+
+    def load(self) -> Callable[..., Any]:
+        """Import the function and keep it."""
+        try:
+            self.function = getattr(importlib.import_module(self._module), self._name)
+        except ImportError as error:
+            if error.name is not None and error.name.split(".")[0] == "triton":
+                raise ImportError("fastattn's GPU operators need the package triton, which is not installed") from error
+            raise
+        return self.function
+
+    def __call__(self, *args: Any) -> Any:
+        return (self.function or self.load())(*args)
 
 
 def register(
@@ -92,11 +96,12 @@ def register(
         _libraries.pop(name)._destroy()
     library = _libraries[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
     library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    run_cpu, run_triton = _lazy(cpu), _lazy(triton)
+    run_cpu, run_triton = _Lazy(cpu), _Lazy(triton)
     launchers[name] = run_triton
 
     def cpu_kernel(*args: Any) -> Any:
-        run = run_triton if _force_triton else run_cpu
+        lazy = run_triton if _force_triton else run_cpu
+        run = lazy.function or lazy.load()  # not through its __call__: this runs on every step
         if torch.is_autocast_enabled("cpu"):
             with torch.autocast("cpu", enabled=False):
                 return run(*args)
@@ -104,7 +109,10 @@ def register(
 
     def cuda_kernel(*args: Any) -> Any:
         # Triton launches on the current device, not on the tensors'
-        with torch.cuda.device(_device_of(args)), torch.autocast("cuda", enabled=False):
+        device = _device_of(args)
+        if device.index == torch.cuda.current_device() and not torch.is_autocast_enabled("cuda"):
+            return (run_triton.function or run_triton.load())(*args)
+        with torch.cuda.device(device), torch.autocast("cuda", enabled=False):
             return run_triton(*args)
 
     library.impl(name, cpu_kernel, "CPU")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn import validation as check
+from fastattn.ops._plain import append_is_plain
 from fastattn.ops._register import register
 from fastattn.ops.quantize import check_codes, code_columns, quantize
 
@@ -45,6 +46,23 @@ def cache_append_(
     if key_scale is not None:
         _append_codes(key_cache, value_cache, positions, lengths, key, value, position, key_scale, value_scale)
         return
+    compiling = torch.compiler.is_compiling()
+    if compiling or not append_is_plain(key_cache, value_cache, positions, lengths, key, value, position):
+        _check_append(key_cache, value_cache, positions, lengths, key, value, position)
+    if not compiling:
+        key, value, position = _apart(key_cache, value_cache, positions, key, value, position)
+    CACHE_APPEND(key_cache, value_cache, positions, lengths, key, value, position)
+
+
+def _check_append(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position: Tensor,
+) -> None:
     _check_cache("cache_append_", key_cache, value_cache, positions, lengths)
     check.check_tensor("key", key, "B Hkv T Dk")
     check.check_tensor("value", value, "B Hkv T Dv")
@@ -55,9 +73,6 @@ def cache_append_(
     check.check_same_kind("key_cache", key_cache, key=key, value=value)
     check.check_int32("position", position, (key.shape[0], key.shape[2]), "B T", key_cache.device)
     check.check_no_grad("cache_append_", key=key, value=value)
-    if not torch.compiler.is_compiling():
-        key, value, position = _apart(key_cache, value_cache, positions, key, value, position)
-    CACHE_APPEND(key_cache, value_cache, positions, lengths, key, value, position)
 
 
 def cache_compact_(

@@ -11,6 +11,7 @@ from fastattn import validation as check
 from fastattn.ops._features import check_features, refuse_forward_mode
 from fastattn.ops._formats import code_width
 from fastattn.ops._outputs import empty_out_and_lse
+from fastattn.ops._plain import decode_is_plain, latent_is_plain
 from fastattn.ops._register import register
 from fastattn.ops.attention import check_attention_shapes
 from fastattn.ops.quantize import check_codes, code_columns
@@ -137,6 +138,11 @@ def decode_attention(
         options = (window, positions, sinks, softcap, alibi_slopes)
         out, lse = _decode_codes(query, key, value, lengths, scale, causal, key_scale, value_scale, *options)
         return (out, lse) if return_lse else out
+    no_feature = window is None and softcap is None and positions is None and sinks is None and alibi_slopes is None
+    if no_feature and not torch.compiler.is_compiling() and decode_is_plain(query, key, value, lengths):
+        scale = check.resolve_scale(scale, query.shape[3])
+        out, lse = DECODE_ATTENTION(query, key, value, lengths, scale, bool(causal))
+        return (out, lse) if return_lse else out
     check.check_tensor("query", query, "B H Sq Dqk")
     check.check_tensor("key", key, "B Hkv C Dqk")
     check.check_tensor("value", value, "B Hkv C Dv")
@@ -249,6 +255,11 @@ def latent_decode(
         TypeError: an argument of another type, or mixed dtypes.
         ValueError: shapes or devices that do not fit, or an argument that requires a gradient.
     """
+    no_feature = window is None and softcap is None and sinks is None and scale is not None
+    if no_feature and not torch.compiler.is_compiling() and latent_is_plain(query_latent, query_rope, cache, lengths):
+        scale = check.resolve_scale(scale, cache.shape[2])
+        out, lse = LATENT_DECODE(query_latent, query_rope, cache, lengths, scale, bool(causal))
+        return (out, lse) if return_lse else out
     check.check_tensor("query_latent", query_latent, "B H Sq R")
     check.check_tensor("query_rope", query_rope, "B H Sq Dr")
     check.check_tensor("cache", cache, "B C R+Dr")

@@ -120,9 +120,6 @@ class CompressedCache(ForwardedCache):
             return previous_attention(module)(module, query, key, value, attention_mask, **arguments)
         check_arguments(arguments, "a compressed cache")
         mask, position_ids = new_token_mask(attention_mask), arguments.get("position_ids")
-        if torch.is_autocast_enabled(query.device.type):
-            # Projections come in autocast's dtype, what was rotated or normed in a wider one. Attention casts there.
-            query, key, value = (part.to(self.kv.dtype) for part in (query, key, value))
         out = self.kv.attend(
             slot,
             query,

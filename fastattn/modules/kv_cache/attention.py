@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,15 +30,19 @@ def attend_to_cache_and_call(call: LayerCall) -> Tensor:
 
 def attend_after_append(call: LayerCall) -> Tensor:
     """Causal attention to the cache, whose newest slots are the new tokens."""
-    query, _, key = _inputs(call, appended=True)
+    query, key = call.query, call.state.layer._buffers["keys"]
+    if call.state.spec.policy.rerotate:
+        query, _, key = _inputs(call, appended=True)
+    assert query is not None
+    assert key is not None
     return _attend_to_slots(call, query, key, causal=True)[0]
 
 
 def _attend_to_slots(call: LayerCall, query: Tensor, key: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    layer = call.state.layer
-    rank, lengths = layer.spec.latent_rank, layer.lengths
-    if layer.spec.storage is not None:
+    if call.state.layer.spec.storage is not None:
         return _attend_to_codes(call, query, causal)
+    held: dict[str, Any] = call.state.layer._buffers
+    rank, lengths = call.state.layer.spec.latent_rank, held["lengths"]
     if rank is not None:
         latent, rope = query[..., :rank], query[..., rank:]
         result = ops.latent_decode(
@@ -44,7 +50,7 @@ def _attend_to_slots(call: LayerCall, query: Tensor, key: Tensor, causal: bool) 
         )
     else:
         result = ops.decode_attention(
-            query, key, layer.values, lengths, scale=call.scale, causal=causal, return_lse=True
+            query, key, held["values"], lengths, scale=call.scale, causal=causal, return_lse=True
         )
     assert isinstance(result, tuple)
     return result

@@ -11,8 +11,9 @@ from fastattn.modules.kv_cache.call import LayerCall, NewTokens
 from fastattn.modules.kv_cache.rows import RowCache
 from fastattn.modules.kv_cache.scoring import without_autocast
 from fastattn.modules.kv_cache.spec import CacheSpec
+from fastattn.modules.kv_cache.state import CallState
 from fastattn.modules.kv_cache.update import update_layer
-from fastattn.modules.kv_cache.validation import check_layer, check_new_tokens
+from fastattn.modules.kv_cache.validation import check_new_tokens, is_plain
 from fastattn.modules.policies import Policy, resolve_policy
 from fastattn.modules.rotary import Rotary
 
@@ -156,22 +157,26 @@ class CompressedKVCache(RowCache):
         self._take_in(NewTokens(layer, query, key, value, position_ids, attention_mask, scale, attend=False))
 
     def _take_in(self, new: NewTokens) -> Tensor | None:
-        check_layer(self._spec, new.layer)
-        new.convert_(self.dtype)
         state = self._call_state(new.layer)
-        check_new_tokens(state, new)
+        new.convert_(state.layer._buffers["keys"].dtype)
         compiling = torch.compiler.is_compiling()
-        if new.query is not None and self._spec.ring_size and state.layer.queries is None:
+        if compiling or not is_plain(state, new):
+            check_new_tokens(state, new)
+        if self._spec.policy.query_window and new.query is not None and state.layer.queries is None:
             if compiling:
                 raise ValueError(
                     "num_heads must be given to CompressedKVCache when its first call is compiled, got None"
                 )
             self._allocate_queries(new.query.shape[1])
-        with torch.no_grad():
-            call = LayerCall(state, new)
-            # What comes has been cast to the cache's dtype: autocast has nothing left to say about it.
-            with without_autocast(new.key.device.type):
-                if compiling:
-                    return update_layer(call)
-                with self._progress.guard(new.layer, self.num_layers, state.remember):
-                    return update_layer(call)
+        # What comes has been cast to the cache's dtype: autocast has nothing left to say about it. Neither context is
+        # entered where it changes nothing: they cost as much as an operator.
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(new.key.device.type):
+            with torch.no_grad(), without_autocast(new.key.device.type):
+                return self._update(state, new, compiling)
+        return self._update(state, new, compiling)
+
+    def _update(self, state: CallState, new: NewTokens, compiling: bool) -> Tensor | None:
+        call = LayerCall(state, new, compiling)
+        if compiling:
+            return update_layer(call)
+        return self._progress.run(update_layer, call, new.layer, self._spec.num_layers, state.remember)

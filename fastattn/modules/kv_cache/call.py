@@ -65,17 +65,20 @@ class LayerCall:
         attend: the attention is wanted as well.
         compiling: a graph is being traced.
         on_host: looking at values waits for no device.
+        before: int32 ``[B, Hkv]``, the last layer's lengths before the call; None where nothing has been compressed,
+            and in the other layers.
     """
 
-    def __init__(self, state: CallState, new: NewTokens) -> None:
+    def __init__(self, state: CallState, new: NewTokens, compiling: bool) -> None:
         self.state = state
         self.query, self.key, self.value = new.query, new.key, new.value
         self.attend = new.attend
         self.tokens = new.key.shape[2]
-        scale = new.scale if new.scale is None else fixed(new.scale)
+        scale = fixed(new.scale) if compiling and new.scale is not None else new.scale
         self.scale = resolve_scale(scale, state.layer.spec.head_dim)
-        self.compiling = torch.compiler.is_compiling()
-        self.on_host = new.key.device.type == "cpu" and not self.compiling
+        self.compiling = compiling
+        self.on_host = new.key.device.type == "cpu" and not compiling
+        self.before: Tensor | None = None
         self.mask = new.attention_mask
         if self.mask is not None and self.on_host and bool(self.mask.all()):
             self.mask = None
@@ -83,12 +86,15 @@ class LayerCall:
 
     def _positions(self, position_ids: Tensor | None) -> Tensor:
         if position_ids is None:
-            if self.mask is None:
-                ranks = torch.arange(self.tokens, device=self.key.device)[None]
-            else:
-                ranks = self.mask.cumsum(1) - 1
-            position_ids = self.state.tokens_seen[:, None] + ranks
-        position = position_ids.expand(self.key.shape[0], -1).to(torch.int32)
+            position_ids = self.state.tokens_seen[:, None]
+            if self.mask is not None:
+                position_ids = position_ids + (self.mask.cumsum(1) - 1)
+            elif self.tokens > 1:
+                position_ids = position_ids + torch.arange(self.tokens, device=self.key.device)
+        rows = self.key.shape[0]
+        if position_ids.shape[0] != rows:
+            position_ids = position_ids.expand(rows, -1)
+        position = position_ids.to(torch.int32)
         return position if self.mask is None else position.masked_fill(~self.mask, -1)
 
     def real_tokens(self) -> Tensor:

@@ -223,16 +223,20 @@ class CacheModule(nn.Module):
 
     def _call_state(self, layer: int) -> CallState:
         """What an update of ``layer`` reads and writes."""
+        check_layer(self._spec, layer)
+        # Past nn.Module's __getattr__, which would cost a step a call or two for every tensor.
+        held: Any = self._buffers
+        layers: Any = self._modules["layers"]
         return CallState(
             spec=self._spec,
             index=layer,
-            layer=self._layer(layer),
-            rotary=self.rotary,
-            tokens_seen=self.tokens_seen,
-            columns=self.columns,
-            croppable=self._croppable,
-            croppable_rows=self._croppable_rows,
-            ring=self._ring(),
+            layer=layers._modules[str(layer)],
+            rotary=self._modules.get("rotary"),  # type: ignore[arg-type]
+            tokens_seen=held["tokens_seen"],
+            columns=held["columns"],
+            croppable=held["_croppable"],
+            croppable_rows=held["_croppable_rows"],
+            ring=QueryRing(held["_query_index"], held["_query_positions"]),
             progress=self._progress,
         )
 

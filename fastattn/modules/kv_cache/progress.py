@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import TypeVar
+
+Call = TypeVar("Call")
+Result = TypeVar("Result")
 
 _TWO_THREADS = (
     "another thread's call is under way in this cache: a cache serves one call at a time, give every thread a cache of "
@@ -73,11 +76,19 @@ class Progress:
                 "cache again"
             )
 
-    @contextmanager
-    def guard(self, layer: int, num_layers: int, remember: Callable[[], Callable[[], None]]) -> Iterator[None]:
-        """Run one layer's update; on a failure undo it, or mark the cache invalid.
+    def run(
+        self,
+        update: Callable[[Call], Result],
+        call: Call,
+        layer: int,
+        num_layers: int,
+        remember: Callable[[], Callable[[], None]],
+    ) -> Result:
+        """One layer's update, ``update(call)``; on a failure undo it, or mark the cache invalid.
 
         Args:
+            update: takes in the new tokens.
+            call: its argument.
             layer: index of the layer.
             num_layers: layers of the cache.
             remember: notes what the update is about to append to, and returns what undoes the appending. Called for
@@ -98,8 +109,9 @@ class Progress:
                 )
             undo = remember() if layer == 0 else None
             started = True
-            yield
+            result = update(call)
             self._next_layer, self._thread = (layer + 1) % num_layers, thread
+            return result
         except BaseException as error:
             if started and (undo is None or self.rewritten):
                 self._broken = f"layer {layer} failed with {type(error).__name__}"

@@ -30,16 +30,20 @@ class QueryRing:
         """Queries that the ring holds, ``N``; 0 where the policy looks at none."""
         return self.index.shape[1]
 
-    def places(self, tokens_seen: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    def places(self, tokens_seen: Tensor, position: Tensor, all_real: bool = False) -> tuple[Tensor, Tensor]:
         """Where each new query goes, and its count in the row.
 
         Args:
             tokens_seen: ``[B]``, before the call.
             position: ``[B, T]``, -1 at padding.
+            all_real: it is known that there is no padding.
 
         Returns:
             ``place`` and ``index``, int64 ``[B, T]``.
         """
+        if all_real and position.shape[1] == 1:
+            index = tokens_seen[:, None]
+            return index % self.size, index
         real = position >= 0
         index = tokens_seen[:, None] + real.cumsum(1) - 1
         newest = index >= tokens_seen[:, None] + real.sum(1, keepdim=True) - self.size

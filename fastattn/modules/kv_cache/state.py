@@ -38,6 +38,8 @@ class SlotStore:
     lengths: Tensor
     key_scale: Tensor
     value_scale: Tensor
+    # The same by name, as a module has them: a step reads them here, past nn.Module's __getattr__, which costs a call.
+    _buffers: dict[str, Any]
 
     @property
     def visible_values(self) -> Tensor:
@@ -61,7 +63,8 @@ class SlotStore:
         """Append tokens whose ``position [B, T]`` is not -1. Buffers of other kinds are already empty there."""
         value = key[..., :0] if value is None else value
         if self.spec.storage is None:
-            ops.cache_append_(self.keys, self.values, self.positions, self.lengths, key, value, position)
+            held: dict[str, Any] = self._buffers
+            ops.cache_append_(held["keys"], held["values"], held["positions"], held["lengths"], key, value, position)
             return
         scales = {} if self.spec.latent_rank else {"value_scale": self.value_scale}
         stored = (self.keys, self.values, self.positions, self.lengths)
@@ -176,6 +179,7 @@ class WorkStore(SlotStore):
         for buffer in layer.slot_buffers:
             setattr(self, buffer.name, _with_room(getattr(layer, buffer.name), tokens, buffer.empty))
         self.lengths = layer.lengths.clone()
+        self._buffers = {name: getattr(self, name) for name in ("keys", "values", "positions", "lengths")}
 
 
 def _with_room(stored: Tensor, tokens: int, empty: int | None) -> Tensor:
@@ -230,7 +234,9 @@ class CallState:
         That lies beyond the old lengths, and new queries beyond the tokens seen.
         """
         lengths = self.layer.lengths.clone()
-        observed = [(kept, kept.clone()) for kept in self.layer.slot_state().values()]
+        observed = []
+        if self.layer.spec.slot_state:
+            observed = [(kept, kept.clone()) for kept in self.layer.slot_state().values()]
 
         def undo() -> None:
             self.layer.lengths.copy_(lengths)

@@ -15,15 +15,13 @@ from fastattn.modules.policies import QueryWindow
 
 def update_layer(call: LayerCall) -> Tensor | None:
     """Take in the new tokens, and return their attention if the call wants it."""
-    state = call.state
-    before = state.layer.lengths.clone() if state.is_last else None
     if call.is_step:
         out = _step(call)
     else:
         out = attend_to_cache_and_call(call) if call.attend else None
         _take_in_prompt(call)
-    if before is not None:
-        _advance_counters(call, before)
+    if call.state.is_last:
+        _advance_counters(call)
     return out
 
 
@@ -37,8 +35,9 @@ def _step(call: LayerCall) -> Tensor | None:
     layer.append_(call.key, call.value, call.position)
     if call.attend and append_first:
         out = attend_after_append(call)
-    if layer.queries is not None and call.query is not None:
-        _store_queries(call, layer.queries, call.query)
+    queries = layer._buffers.get("queries")
+    if queries is not None and call.query is not None:
+        _store_queries(call, queries, call.query)
     if layer.spec.slot_state:
         observe_queries(call, layer, lambda: _window_after_call(call))
     return out
@@ -46,10 +45,14 @@ def _step(call: LayerCall) -> Tensor | None:
 
 def _compress_full(call: LayerCall) -> None:
     """Compress what is full before a step appends, so that what it appends can always be taken back."""
-    layer, full = call.state.layer, call.state.layer.spec.full_length
-    lengths = layer.lengths if call.mask is None else torch.where(call.brings_tokens(), layer.lengths, 0)
+    layer = call.state.layer
+    full, lengths = layer.spec.full_length, layer._buffers["lengths"]
+    assert lengths is not None
+    if call.mask is not None:
+        lengths = torch.where(call.brings_tokens(), lengths, 0)
     if call.on_host and int(lengths.amax()) < full:
         return
+    _remember_lengths(call)
     scores = policy_scores(
         call, layer, lengths, full, lambda: _newest_queries(call, layer.queries, call.state.ring), None
     )
@@ -59,6 +62,7 @@ def _compress_full(call: LayerCall) -> None:
 
 def _take_in_prompt(call: LayerCall) -> None:
     """A prompt, a chunk, a turn: append to a work store, compress that to the budget, take over the result."""
+    _remember_lengths(call)
     state, layer = call.state, call.state.layer
     work = WorkStore(layer, call.tokens)
     work.append_(call.key, call.value, call.position)
@@ -79,9 +83,22 @@ def _take_in_prompt(call: LayerCall) -> None:
         state.ring.copy_(ring)
 
 
-def _advance_counters(call: LayerCall, before: Tensor) -> None:
-    """Count the call, whose last layer had the lengths ``before``."""
-    state, real = call.state, call.real_tokens()
+def _remember_lengths(call: LayerCall) -> None:
+    """The last layer's lengths say in the end which rows were compressed."""
+    if call.state.is_last:
+        call.before = call.state.layer.lengths.clone()
+
+
+def _advance_counters(call: LayerCall) -> None:
+    """Count the call."""
+    state = call.state
+    if call.before is None and call.mask is None:  # every token is real, and all can be taken back
+        call.mark_rewritten()
+        for counter in (state.croppable, state.croppable_rows, state.tokens_seen, state.columns):
+            counter.add_(call.tokens)
+        return
+    real = call.real_tokens()
+    before = state.layer.lengths - real[:, None] if call.before is None else call.before
     compressed = (state.layer.lengths != before + real[:, None]).any(1)
     # A step compresses before it appends, a prompt after: what the call brought is then still there, or may not be.
     left = real if call.is_step else torch.zeros_like(real)
@@ -106,7 +123,7 @@ def _store_queries(call: LayerCall, queries: Tensor, query: Tensor) -> None:
     Until then the ring says what each layer held before the call, which is what a layer is compressed by.
     """
     state = call.state
-    place, index = state.ring.places(state.tokens_seen, call.position)
+    place, index = state.ring.places(state.tokens_seen, call.position, all_real=call.mask is None)
     write_queries_(queries, place, query)
     if state.is_last:
         state.ring.copy_(state.ring.after_call(place, index, call.position))

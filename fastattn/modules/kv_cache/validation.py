@@ -147,6 +147,55 @@ def _is_code(saved: Any) -> bool:
 # -- a call ----------------------------------------------------------------------------------------------------------
 
 
+def is_plain(state: CallState, new: NewTokens) -> bool:
+    """Whether the checks would find nothing, told without calling them: this runs on every step of every layer.
+
+    True for keys, values and queries that fit, with neither mask nor positions to look at the values of. False says
+    nothing; the checks then decide.
+    """
+    query, key, value = new.query, new.key, new.value
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        return False
+    spec, layer, keys = state.spec, state.layer.spec, state.layer._buffers["keys"]
+    if keys is None or query.dim() != 4 or layer.latent_rank is not None:
+        return False
+    if state.index == 0 and not (new.attention_mask is None and new.position_ids is None):
+        return False
+    rows, heads, tokens, width = query.shape
+    return (
+        rows == spec.batch_size
+        and tokens > 0
+        and width == layer.head_dim
+        and heads % layer.num_kv_heads == 0
+        and spec.num_heads in (None, heads)
+        and key.shape == (rows, layer.num_kv_heads, tokens, width)
+        and value.shape == (rows, layer.num_kv_heads, tokens, layer.v_head_dim)
+        and not (query.requires_grad or key.requires_grad or value.requires_grad)
+        and keys.dtype == query.dtype == key.dtype == value.dtype
+        and keys.device == query.device == key.device == value.device
+        and (new.scale is None or type(new.scale) is float)  # checked for its value when the call is made
+        and _fit_tokens(new, rows, tokens)
+    )
+
+
+def _fit_tokens(new: NewTokens, rows: int, tokens: int) -> bool:
+    """The layers after the first: a mask and positions of the right kind, whose values the first has looked at."""
+    mask, position_ids = new.attention_mask, new.position_ids
+    if mask is not None and not (
+        isinstance(mask, Tensor)
+        and mask.shape == (rows, tokens)
+        and mask.dtype == torch.bool
+        and mask.device == new.key.device
+    ):
+        return False
+    return position_ids is None or (
+        isinstance(position_ids, Tensor)
+        and position_ids.shape in ((rows, tokens), (1, tokens))
+        and position_ids.dtype in (torch.int64, torch.int32)
+        and position_ids.device == new.key.device
+    )
+
+
 def check_new_tokens(state: CallState, new: NewTokens) -> None:
     """Everything that can be wrong with the arguments of ``attend`` and ``update``, before anything is written."""
     spec, layer, policy = state.spec, state.layer.spec, state.spec.policy
