@@ -54,6 +54,7 @@ class CacheModule(nn.Module):
             self.layers = nn.ModuleList(
                 CacheLayer(spec.layer(index), spec.batch_size, dtype, device) for index in range(spec.num_layers)
             )
+            self._in_order: tuple[CacheLayer, ...] = tuple(self.layers)  # type: ignore[arg-type]
             self.rotary = None if rotary is None else copy.deepcopy(rotary).to(self.device)
             sizes = {"rows": spec.batch_size, "ring": spec.ring_size}
             for buffer in SHARED_BUFFERS:
@@ -226,11 +227,10 @@ class CacheModule(nn.Module):
         check_layer(self._spec, layer)
         # Past nn.Module's __getattr__, which would cost a step a call or two for every tensor.
         held: Any = self._buffers
-        layers: Any = self._modules["layers"]
         return CallState(
             spec=self._spec,
             index=layer,
-            layer=layers._modules[str(layer)],
+            layer=self._in_order[layer],
             rotary=self._modules.get("rotary"),  # type: ignore[arg-type]
             tokens_seen=held["tokens_seen"],
             columns=held["columns"],
