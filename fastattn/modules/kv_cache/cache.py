@@ -158,7 +158,7 @@ class CompressedKVCache(RowCache):
 
     def _take_in(self, new: NewTokens) -> Tensor | None:
         state = self._call_state(new.layer)
-        new.convert_(state.layer._buffers["keys"].dtype)
+        new.convert_(state.layer._buffers["keys"].dtype if state.layer.spec.storage is None else self.dtype)
         compiling = torch.compiler.is_compiling()
         if compiling or not is_plain(state, new):
             check_new_tokens(state, new)

@@ -159,6 +159,8 @@ def is_plain(state: CallState, new: NewTokens) -> bool:
     spec, layer, keys = state.spec, state.layer.spec, state.layer._buffers["keys"]
     if keys is None or query.dim() != 4 or layer.latent_rank is not None:
         return False
+    if layer.storage is not None:
+        return False
     if state.index == 0 and not (new.attention_mask is None and new.position_ids is None):
         return False
     rows, heads, tokens, width = query.shape
