@@ -367,3 +367,22 @@ def test_a_state_saved_between_the_layers_of_a_call_says_so():
     whole = make(rows=1)
     whole.load_state_dict(cache.state_dict())
     assert_rows_equal(row_state(whole, 0), row_state(cache, 0))
+
+
+def test_taking_back_over_a_compression_of_an_earlier_layer_is_refused():
+    """Budgets per layer: the first layer was compressed and the last was not."""
+    cache = make("knorm", (2, 30), rows=1, interval=1)
+    for step in range(4):
+        feed(cache, drawn(1, 1, step))
+    with pytest.raises(ValueError, match="tokens must be at most 1"):
+        cache.crop(2)
+    with pytest.raises(ValueError, match="at most 1 in row 0"):
+        cache.crop(torch.tensor([2]))
+    cache.crop(1)
+    feed(cache, drawn(1, 5, 9))
+    with pytest.raises(ValueError, match="tokens must be at most 0"):
+        cache.crop(1)
+    feed(cache, drawn(1, 1, 10))
+    cache.crop(torch.tensor([1]))
+    assert cache.lengths(0).tolist() == [[2, 2]]
+    assert cache.lengths(1).tolist() == [[8, 8]]

@@ -168,6 +168,11 @@ class CacheSpec:
         return self.policy.query_window + self.max_step if self.policy.query_window else 0
 
     @property
+    def budgets_differ(self) -> bool:
+        """Some layers are compressed when others are not."""
+        return len(set(self.budgets)) > 1
+
+    @property
     def needs_queries(self) -> bool:
         """The policy looks at queries."""
         return self.policy.query_window > 0 or bool(self.policy.slot_state)

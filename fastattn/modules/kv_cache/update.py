@@ -22,6 +22,8 @@ def update_layer(call: LayerCall) -> Tensor | None:
         _take_in_prompt(call)
     if call.state.is_last:
         _advance_counters(call)
+    elif call.before is not None:
+        _note_compression(call)
     return out
 
 
@@ -84,9 +86,23 @@ def _take_in_prompt(call: LayerCall) -> None:
 
 
 def _remember_lengths(call: LayerCall) -> None:
-    """The last layer's lengths say in the end which rows were compressed."""
-    if call.state.is_last:
+    """The last layer's lengths say in the end which rows were compressed; where budgets differ, every layer's do."""
+    if call.state.is_last or call.state.spec.budgets_differ:
         call.before = call.state.layer.lengths.clone()
+
+
+def _note_compression(call: LayerCall) -> None:
+    """Let :func:`_advance_counters` find nothing to take back before a call that compressed a layer before the last.
+
+    A step's tokens come after the compression and count, a prompt's do not: counts begin at 0, or at minus the call.
+    """
+    state, real = call.state, call.real_tokens()
+    assert call.before is not None
+    compressed = (state.layer.lengths != call.before + real[:, None]).any(1)
+    call.mark_rewritten()
+    none = torch.zeros_like(real) if call.is_step else -real
+    state.croppable_rows.copy_(torch.where(compressed, none, state.croppable_rows))
+    state.croppable.copy_(torch.where(compressed.any(), 0 if call.is_step else -call.tokens, state.croppable))
 
 
 def _advance_counters(call: LayerCall) -> None:
@@ -107,6 +123,8 @@ def _advance_counters(call: LayerCall) -> None:
     if call.mask is not None:
         trailing = (call.position >= 0).all(0).flip(0).cumprod(0).sum()
         unbroken = torch.where(trailing == call.tokens, unbroken, trailing)
+    if state.spec.budgets_differ:  # below 0: an earlier layer was compressed after the call's tokens
+        unbroken = torch.where(state.croppable < 0, 0, unbroken)
     call.mark_rewritten()
     state.croppable.copy_(torch.where(compressed.any(), trailing if call.is_step else 0, unbroken))
     state.croppable_rows.copy_(torch.where(compressed, left, state.croppable_rows + real))
