@@ -155,6 +155,22 @@ class ListCache:
         for row, own in zip(self.rows, columns, strict=True):
             row.columns = own
 
+    def reset_rows(self, rows: list[int]) -> None:
+        for b in rows:
+            self.rows[b] = Row([[] for _ in range(self.heads)])
+        self._forget_columns()
+
+    def insert(self, rows: list[int], source: ListCache, source_rows: list[int]) -> None:
+        for to, b in zip(rows, source_rows, strict=True):
+            self.rows[to] = copy.deepcopy(source.rows[b])
+        self.columns = max(self.columns, source.columns)
+        self._forget_columns()
+
+    def _forget_columns(self) -> None:
+        """Rows of different ages have no newest columns in common."""
+        for row in self.rows:
+            row.columns = []
+
     def reset(self) -> None:
         self.columns = 0
         self.rows = [Row([[] for _ in range(self.heads)]) for _ in self.rows]
