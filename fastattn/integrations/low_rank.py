@@ -10,7 +10,7 @@ from torch import Tensor
 from fastattn.integrations._arguments import CACHE_KEYWORD, check_arguments
 from fastattn.modules.low_rank import LowRankAttention, paths
 from fastattn.modules.low_rank.absorption import absorbs
-from fastattn.validation import checks_values
+from fastattn.validation import checks_values, find_split_row
 
 if TYPE_CHECKING:
     from fastattn.modules.kv_cache import CompressedKVCache
@@ -138,10 +138,10 @@ def padding_mask(mask: Tensor | None, batch: int, tokens: int, keys: int) -> Ten
 def _contiguous(real: Tensor) -> Tensor:
     """``real``, unless a row's real tokens have padding between them, as messages padded one by one have."""
     if checks_values(real):
-        runs = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0]
-        if bool((runs > 1).any()):
-            row = int((runs > 1).nonzero()[0])
+        split = find_split_row(real)
+        if split is not None:
             raise ValueError(
-                f"attention_mask must be causal with padding at either end, got padding between the tokens of row {row}"
+                "attention_mask must be causal with padding at either end, got padding between the tokens of row "
+                f"{split[0]}"
             )
     return real

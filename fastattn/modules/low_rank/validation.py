@@ -127,11 +127,11 @@ def check_mask(mask: Tensor | None, hidden_states: Tensor) -> None:
         )
     check.check_device("attention_mask", mask, "hidden_states", hidden_states)
     if check.checks_values(mask):
-        starts = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
-        if (starts > 1).any():
-            row = int((starts > 1).nonzero()[0])
+        split = check.find_split_row(mask)
+        if split is not None:
+            row, stretches = split
             raise ValueError(
-                f"attention_mask must be True over one contiguous stretch of every row, got {int(starts[row])} "
+                f"attention_mask must be True over one contiguous stretch of every row, got {stretches} "
                 f"stretches in row {row}"
             )
 
