@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -41,6 +41,8 @@ def token_batches(name: str, token_ids: Tensor | Sequence[Tensor], model: nn.Mod
     Raises:
         TypeError, ValueError: not integer ids, empty, sequences below two tokens, or ids outside the vocabulary.
     """
+    if isinstance(token_ids, Mapping) and "input_ids" in token_ids:
+        raise TypeError(f'{name} must be token ids, got {type(token_ids).__name__}: pass its ["input_ids"]')
     if isinstance(token_ids, Tensor):
         if token_ids.dim() != 2:
             raise ValueError(f"{name} must have shape [sequences, tokens], got {list(token_ids.shape)}")

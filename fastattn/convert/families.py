@@ -34,6 +34,11 @@ def decoder_of(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: no such module.
     """
+    if callable(getattr(model, "merge_and_unload", None)):
+        raise ValueError(
+            f"model must be a transformers model, got {type(model).__name__} with adapters around one: call its "
+            "merge_and_unload() first and pass what that returns"
+        )
     decoder = getattr(model, "base_model", model)
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not all(hasattr(layer, "self_attn") for layer in layers):

@@ -54,6 +54,8 @@ class TransformersAttention(LowRankAttention):
         batch, tokens, _ = hidden_states.shape
         if position_ids is not None:
             position_ids = position_ids.expand(batch, tokens)
+        if compressed is None and hasattr(cache, "attend_low_rank"):
+            compressed = cache  # layers of some models (StableLM, Nemotron) pass on what they name, not other keywords
         if compressed is not None:
             return compressed.attend_low_rank(self, hidden_states, position_ids, attention_mask), None
         if cache is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ def prefill(
     """
     if not isinstance(cache, CompressedCache):
         raise TypeError(f"cache must come from compressed_cache, got {type(cache).__name__}")
+    if isinstance(input_ids, Mapping) and "input_ids" in input_ids:
+        raise TypeError(f'input_ids must be token ids, got {type(input_ids).__name__}: pass its ["input_ids"]')
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.shape[1] == 0:
         raise ValueError(f"input_ids must be a tensor [B, T] of at least one token, got {_shape(input_ids)}")
     check_count("chunk_size", chunk_size, 1)
