@@ -43,7 +43,7 @@ def double(module: LowRankAttention) -> LowRankAttention:
     return copy.deepcopy(module).double()
 
 
-def _turned(vector: Tensor, position: int, inv_freq: Tensor, factor: float, interleave: bool) -> Tensor:
+def _rotated(vector: Tensor, position: int, inv_freq: Tensor, factor: float, interleave: bool) -> Tensor:
     """One vector ``[..., dr]`` rotated to one position, pair by pair."""
     half = vector.shape[-1] // 2
     out = torch.empty_like(vector)
@@ -82,9 +82,9 @@ def defined(module: LowRankAttention, hidden: Tensor, positions: list[int], caus
         down = linear("kv_a_proj_with_mqa", x)
         latent = norm("kv_a_layernorm", down[:rank])
         up = linear("kv_b_proj", latent).view(heads, nope + value_dim)
-        shared = _turned(down[rank:], position, module.inv_freq, factor, interleave).expand(heads, -1)
-        turned = _turned(query[:, nope:], position, module.inv_freq, factor, interleave)
-        queries.append(torch.cat([query[:, :nope], turned], dim=-1))
+        shared = _rotated(down[rank:], position, module.inv_freq, factor, interleave).expand(heads, -1)
+        rotated = _rotated(query[:, nope:], position, module.inv_freq, factor, interleave)
+        queries.append(torch.cat([query[:, :nope], rotated], dim=-1))
         keys.append(torch.cat([up[:, :nope], shared], dim=-1))
         values.append(up[:, nope:])
     rows = []

@@ -103,8 +103,8 @@ def policy_and_score(name: str, window: int, budget: int):
 
 def observe_for_h2o(entries, head, fed):
     at = torch.tensor([p for p, _ in fed])
-    turned = torch.einsum("nde,hne->hnd", exact.rotations(at, DIM, INV_FREQ), torch.stack([q for _, q in fed], dim=1))
-    own = turned[head * HEADS // KV_HEADS : (head + 1) * HEADS // KV_HEADS]
+    rotated = torch.einsum("nde,hne->hnd", exact.rotations(at, DIM, INV_FREQ), torch.stack([q for _, q in fed], dim=1))
+    own = rotated[head * HEADS // KV_HEADS : (head + 1) * HEADS // KV_HEADS]
     tokens = torch.stack([e.key for e in entries]), torch.tensor([e.position for e in entries])
     for entry, mass, count in zip(entries, *(x.tolist() for x in exact.h2o(*tokens, own, at, SCALE)), strict=True):
         entry.mass, entry.queries = entry.mass + mass, entry.queries + count

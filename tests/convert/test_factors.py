@@ -133,7 +133,7 @@ def test_split_is_orthogonal_and_exact_where_no_position_turns(fold, selection, 
 
 def test_folding_is_exact_where_neighboring_frequencies_are_equal():
     layer = dataclasses.replace(random_layer(kv_heads=1, heads=2), inv_freq=torch.tensor([0.4] * 4 + [0.0] * 4))
-    # keys live in two of the four folded pairs, so that two pairs hold every turned dim
+    # keys live in two of the four folded pairs, so that two pairs hold every rotated dim
     key = layer.key.clone()
     key[2:4], key[10:12] = key[:2] * 0.5, key[8:10] * 0.5
     layer = dataclasses.replace(layer, key=key)
@@ -149,7 +149,7 @@ def test_heads_that_share_keys_need_one_rope_head():
     """The concentration finds identical heads, in phase or not: one head's rope dims then hold everything."""
     layer = random_layer(kv_heads=2, heads=4, bias=False)
     key = layer.key.clone()
-    key[16:24], key[24:] = -key[8:16], key[:8]  # second head: the first, every pair turned by a right angle
+    key[16:24], key[24:] = -key[8:16], key[:8]  # second head: the first, every pair rotated by a right angle
     layer = dataclasses.replace(layer, key=key)
     inputs, moment = inputs_and_moment(tokens=60)
     complex_split = split_rope(layer, moment, 16, fold=1, mixing="complex")

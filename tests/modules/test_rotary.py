@@ -150,9 +150,9 @@ def test_as_transformers_computes_it() -> None:
 def test_quarter_turn_by_hand(interleave: bool) -> None:
     rotary = Rotary(torch.tensor([math.pi / 2, 0.0]), interleave=interleave, attention_factor=2.0, start=1)
     x = torch.tensor([9.0, 1.0, 2.0, 3.0, 4.0, 8.0]).view(1, 1, 1, 6)
-    turned = rotary.rotate(x, torch.tensor([[1]])).flatten()
+    rotated = rotary.rotate(x, torch.tensor([[1]])).flatten()
     expected = [9.0, -4.0, 2.0, 6.0, 8.0, 8.0] if interleave else [9.0, -6.0, 4.0, 2.0, 8.0, 8.0]
-    torch.testing.assert_close(turned, torch.tensor(expected), rtol=0, atol=1e-6)
+    torch.testing.assert_close(rotated, torch.tensor(expected), rtol=0, atol=1e-6)
 
 
 # -- as a module -----------------------------------------------------------------------------------------------------

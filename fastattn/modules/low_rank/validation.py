@@ -40,7 +40,7 @@ def check_dims(
 
 
 def check_frequencies(inv_freq: Tensor | None, rope_dim: int, theta: float, scaling: Mapping[str, Any] | None) -> None:
-    """A base and a scaling that give frequencies, or ``inv_freq`` with one per rotated pair and no rival."""
+    """A base and a scaling that give frequencies, or ``inv_freq`` with one per rotated pair and neither of them."""
     if isinstance(theta, bool) or not isinstance(theta, (int, float)):
         raise TypeError(f"rope_theta must be a float, got {type(theta).__name__}")
     if not 0.0 < theta < float("inf"):
