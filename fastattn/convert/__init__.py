@@ -6,8 +6,9 @@
 - the calibration text: ``calibration`` (its way through the layers), ``statistics`` (second moments),
   ``moment_source`` (where a conversion gets them from)
 - the mathematics: ``rope`` (which directions keep a position), ``factors`` (the low-rank decomposition)
-- by the loss's curvature: ``curvature`` (gradients, Kronecker factors, directions), ``allocation`` (ranks per layer),
-  ``refit`` (output projections), ``curvature_conversion`` (all of it for a model)
+- by the loss's curvature: ``gradients``, ``curvature`` (Kronecker factors, directions), ``layer_curvature`` (of a
+  model's layers), ``rope_gradient`` (what keeps RoPE), ``allocation`` (ranks per layer), ``refit`` (output
+  projections), ``curvature_conversion`` (all of it for a model)
 - the conversion: ``conversion``, ``layer`` (one layer's plan, module and report),
   ``attention`` (the module it puts in place), ``resume``, ``memory``
 - afterwards: ``storage``, ``latent_norm``, ``deepseek_export``; ``deepseek`` (names of other checkpoints)
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # for type checkers, which do not read the table below
     from fastattn.convert.deepseek import from_deepseek_names as from_deepseek_names
     from fastattn.convert.deepseek_export import export_deepseek_v3 as export_deepseek_v3
     from fastattn.convert.latent_norm import add_latent_norm_ as add_latent_norm_
+    from fastattn.convert.layer_curvature import calibrate_curvature as calibrate_curvature
     from fastattn.convert.report import ConversionReport as ConversionReport
     from fastattn.convert.report import LayerReport as LayerReport
     from fastattn.convert.storage import load_low_rank as load_low_rank
@@ -42,6 +44,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "fastattn.convert.deepseek": ("from_deepseek_names",),
         "fastattn.convert.deepseek_export": ("export_deepseek_v3",),
         "fastattn.convert.latent_norm": ("add_latent_norm_",),
+        "fastattn.convert.layer_curvature": ("calibrate_curvature",),
         "fastattn.convert.report": ("ConversionReport", "LayerReport"),
         "fastattn.convert.storage": ("load_low_rank", "save_low_rank"),
     },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -24,11 +24,14 @@ class CalibrationStatistics:
     """Second moments of every attention input of a model, from one pass of the original (parallel statistics).
 
     ``moments``: by name of the attention module; ``tokens``: how many were fed; ``context``: the longest sequence.
+    ``curvature``, ``batches``: what :func:`~fastattn.convert.calibrate_curvature` adds, by name, and the text.
     """
 
     moments: dict[str, SecondMoment]
     tokens: int
     context: int
+    curvature: dict[str, Any] | None = None
+    batches: list[Tensor] = field(default_factory=list)
 
 
 class _Captured(Exception):

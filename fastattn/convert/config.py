@@ -13,8 +13,9 @@ from fastattn.validation import check_count
 METHODS = ("loss_optimal", "plain_svd", "curvature")
 ALLOCATIONS = ("uniform", "global")
 STATISTICS = ("sequential", "parallel")
-SELECTIONS = ("energy", "uniform")
+SELECTIONS = ("energy", "uniform", "curvature")
 MIXINGS = ("complex", "real")
+RESOLVED = ("statistics", "rope_selection")  # None stands for what suits the method
 
 
 @dataclass(frozen=True)
@@ -30,26 +31,27 @@ class LowRankConfig:
         method: ``"loss_optimal"`` minimizes the error of the projections' outputs on the calibration text,
             ``"plain_svd"`` the error of their weights, ``"curvature"`` what the error costs the loss: the SVD of
             ``A^1/2 W B^1/2`` with the Kronecker-factored Fisher information ``A (x) B`` of the latent projection, from
-            one backward pass per calibration sequence, on the original's activations. The query's factors stay
-            ``"loss_optimal"``.
+            one backward pass of the original per calibration sequence, and of the query projection likewise.
         rank_allocation: with ``"curvature"``: ``"uniform"`` gives every layer ``kv_lora_rank``, ``"global"`` shares
-            the same total by one threshold on the expected losses, so that ranks differ between layers.
+            the same total by one threshold on the expected losses, so that ranks differ between layers; likewise the
+            query's ranks and, with ``rope_selection="curvature"``, rope dims.
         refit: with ``"curvature"``: fit each output projection by ridge regression to the original's residual stream,
             layer by layer, on at most 8,192 calibration tokens.
         freq_fold: number of neighboring frequencies that are concentrated together as if they were equal, a divisor of
             the number of frequencies, or ``"search"``: for each layer the divisor of least expected error.
-        rope_selection: which concentrated components keep RoPE: ``"energy"`` those of a layer whose loss would change
-            scores most; ``"uniform"`` equally many of every folded group, at the model's own evenly spaced frequencies
-            (with ``freq_fold = head_dim / qk_rope_head_dim`` these are DeepSeek's, which an export needs). Only
-            ``"uniform"`` with a number for ``freq_fold`` gives all layers one rotation, which Expected Attention and
-            ``StreamingLLM(rerotate=True)`` need in a cache.
+        rope_selection: which components keep RoPE: ``"energy"`` those of a layer whose loss would change scores most;
+            ``"uniform"`` equally many of every folded group, at the model's own evenly spaced frequencies (with
+            ``freq_fold = head_dim / qk_rope_head_dim`` these are DeepSeek's, which an export needs); ``"curvature"``,
+            with that method only, those whose lost position costs the loss most, mixed over heads at one frequency. By
+            default ``"energy"``, and ``"curvature"`` with that method. Only ``"uniform"`` with a number for
+            ``freq_fold`` gives all layers one rotation, which Expected Attention and ``StreamingLLM(rerotate=True)``
+            need in a cache.
         rope_mixing: ``"real"`` rotates both halves of a pair alike, as published; ``"complex"`` also lets heads differ
             in phase, which collects at least as much energy.
         kv_rank_budget: sum of the layers' latent ranks, given out where they lower the relative error most; needs
             ``kv_lora_rank=None``.
         statistics: ``"sequential"`` calibrates a layer on what the already converted layers put out, ``"parallel"`` on
-            what the original's did. By default the first; with ``"curvature"``, which is gathered on the original, the
-            second.
+            what the original's did; by default the first, with ``"curvature"`` always the second.
         damping: multiple of the mean input energy added to the diagonal of the statistics.
         balance: scale keys to the values' size before their joint decomposition.
         layers: converts only attention modules whose name matches: a regular expression or a function of the name.
@@ -63,7 +65,7 @@ class LowRankConfig:
     qk_rope_head_dim: int | None = 64
     method: Literal["loss_optimal", "plain_svd", "curvature"] = "loss_optimal"
     freq_fold: int | Literal["search"] = "search"
-    rope_selection: Literal["energy", "uniform"] = "energy"
+    rope_selection: Literal["energy", "uniform", "curvature"] | None = None
     rope_mixing: Literal["complex", "real"] = "complex"
     kv_rank_budget: int | None = None
     statistics: Literal["sequential", "parallel"] | None = None
@@ -81,7 +83,7 @@ class LowRankConfig:
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), minimum)
         if self.qk_rope_head_dim is not None and self.qk_rope_head_dim % 2:
-            raise ValueError(f"qk_rope_head_dim must be even (RoPE rotates pairs), got {self.qk_rope_head_dim}")
+            raise ValueError(f"qk_rope_head_dim must be even (RoPE turns pairs), got {self.qk_rope_head_dim}")
         for name, allowed in (
             ("method", METHODS),
             ("rope_selection", SELECTIONS),
@@ -89,9 +91,7 @@ class LowRankConfig:
             ("statistics", STATISTICS),
             ("rank_allocation", ALLOCATIONS),
         ):
-            if name == "statistics" and self.statistics is None:
-                continue
-            if getattr(self, name) not in allowed:
+            if getattr(self, name) not in allowed and (getattr(self, name) is not None or name not in RESOLVED):
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
         if self.kv_rank_budget is not None and self.kv_lora_rank is not None:
             raise ValueError(
@@ -105,19 +105,38 @@ class LowRankConfig:
             raise TypeError(f"balance must be a bool, got {type(self.balance).__name__}")
         if not isinstance(self.refit, bool):
             raise TypeError(f"refit must be a bool, got {type(self.refit).__name__}")
-        if self.method != "curvature" and (self.refit or self.rank_allocation != "uniform"):
-            raise ValueError(f'rank_allocation and refit need method="curvature", got {self.method!r}')
-        if self.method == "curvature" and self.statistics == "sequential":
-            raise ValueError('statistics must be "parallel" or None for method="curvature", got "sequential"')
+        self._check_curvature()
         if self.layers is not None and not isinstance(self.layers, str) and not callable(self.layers):
             raise TypeError(
                 f"layers must be a regular expression, a function or None, got {type(self.layers).__name__}"
             )
 
+    def _check_curvature(self) -> None:
+        """Options that belong to the curvature, and those that have no meaning with it."""
+        if self.method != "curvature":
+            if self.refit or self.rank_allocation != "uniform" or self.rope_selection == "curvature":
+                raise ValueError(
+                    'rank_allocation, refit and rope_selection="curvature" need method="curvature", '
+                    f"got {self.method!r}"
+                )
+            return
+        if self.statistics == "sequential":
+            raise ValueError('statistics must be "parallel" or None for method="curvature", got "sequential"')
+        if self.selection == "curvature" and (self.freq_fold != "search" or self.rope_mixing != "complex"):
+            raise ValueError(
+                'freq_fold and rope_mixing need rope_selection="energy" or "uniform", which "curvature" replaces, got '
+                f"{self.freq_fold!r} and {self.rope_mixing!r}"
+            )
+
     @property
     def sequential(self) -> bool:
-        """A layer is calibrated on what the converted layers before it put out."""
+        """Layers are calibrated on what the converted layers before them put out."""
         return self.method != "curvature" if self.statistics is None else self.statistics == "sequential"
+
+    @property
+    def selection(self) -> str:
+        """What chooses the components that keep RoPE."""
+        return self.rope_selection or ("curvature" if self.method == "curvature" else "energy")
 
     def wants(self, name: str) -> bool:
         """Whether the attention module called ``name`` is to be converted."""
@@ -131,6 +150,7 @@ class LowRankConfig:
         """The options as JSON can hold them."""
         options = asdict(self)
         options["statistics"] = "sequential" if self.sequential else "parallel"
+        options["rope_selection"] = self.selection
         if callable(self.layers):
             options["layers"] = getattr(self.layers, "__qualname__", repr(self.layers))
         return options

@@ -80,7 +80,7 @@ def to_low_rank_(
     reset_peak_memory(model)
     source = source_for(model, config, calibration, chosen)
     if config.method == "curvature":
-        check_curvature(model, source)
+        check_curvature(model, config, source)
     resume = None if resume_dir is None else _resume_state(resume_dir, model, config, chosen, source)
     loss_before = None if evaluation is None else held_out_loss(model, evaluation)
 

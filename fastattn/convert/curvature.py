@@ -9,15 +9,11 @@ distribution, Dutilleul 1999, https://doi.org/10.1080/00949659908811970).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from fastattn.convert.calibration import progress_bar
 
 LATENT_DAMPING = 0.05
 INPUT_MIXING = 0.2
@@ -61,52 +57,6 @@ def check_differentiable(model: nn.Module) -> None:
         raise ValueError(f'method="curvature" needs a language-model head, got {type(model).__name__}')
 
 
-def latent_gradients(
-    model: nn.Module, attentions: Sequence[Any], batches: list[Tensor], *, seed: int = 0, progress: bool = False
-) -> list[list[Tensor]]:
-    """Per module, per sequence: ``G / sqrt(S)``, ``[R, hidden+1]``, with ``G`` the gradient of the latent projection.
-
-    The loss is the summed negative log-likelihood of one label per position, sampled from the model with a generator of
-    its own. Parameters get no gradient. Kept in float32, in bfloat16 for models of two bytes per weight.
-
-    Args:
-        model: holds ``attentions`` (modules with ``kv_a_proj_with_mqa`` and ``kv_lora_rank``).
-        batches: token ids ``[B, S]``; fed one sequence at a time.
-    """
-    device = batches[0].device
-    generator = torch.Generator(device).manual_seed(seed)
-    latents: dict[int, Tensor] = {}
-    inputs: dict[int, Tensor] = {}
-
-    def keep(index: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            latents[index] = output if output.requires_grad else output.requires_grad_()
-            inputs[index] = args[0].detach()
-
-        return hook
-
-    gathered: list[list[Tensor]] = [[] for _ in attentions]
-    hooks = [a.kv_a_proj_with_mqa.register_forward_hook(keep(i)) for i, a in enumerate(attentions)]
-    try:
-        for ids in progress_bar([row[None] for batch in batches for row in batch], "Curvature", progress, "sequence"):
-            with torch.enable_grad():
-                logits = model(input_ids=ids, use_cache=False).logits[0].float()
-                labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
-                loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
-                gradients = torch.autograd.grad(loss, [latents[i] for i in range(len(attentions))])
-            for index, gradient in enumerate(gradients):
-                rows = gradient[0, :, : attentions[index].kv_lora_rank].float()
-                x = torch.cat([inputs[index][0].float(), rows.new_ones(rows.shape[0], 1)], dim=1)
-                kept = rows.T @ x / math.sqrt(rows.shape[0])
-                gathered[index].append(kept if gradient.dtype.itemsize >= 4 else kept.bfloat16())
-            latents.clear()
-            inputs.clear()
-    finally:
-        for handle in hooks:
-            handle.remove()
-    return gathered
-
-
 def fit_curvature(gradients: Sequence[Tensor], moment: Tensor, *, rounds: int = 3, floor: float = 1e-3) -> Curvature:
     """``A`` and ``B`` whose Kronecker product fits the second moment of ``gradients``, by alternating estimates.
 
@@ -131,17 +81,28 @@ def fit_curvature(gradients: Sequence[Tensor], moment: Tensor, *, rounds: int = 
     return Curvature((latent + latent.T).double() / 2, (inputs + inputs.T).double() / 2)
 
 
-def directions(matrix: Tensor, curvature: Curvature, moment: Tensor) -> Directions:
+def directions(
+    matrix: Tensor, curvature: Curvature, moment: Tensor, *, change: Tensor | None = None, split_at: int | None = None
+) -> Directions:
     """The basis in which leaving out the last directions of ``W = matrix`` costs least: SVD of ``A^1/2 W B^1/2``.
 
     ``A`` is mixed with 5% of its mean diagonal, ``B`` with 20% of ``moment`` of the same trace, for what few
     sequences can't tell. With ``A^1/2 W B W^T A^1/2 = V diag(s) V^T``: ``up = A^-1/2 V``, ``down = V^T A^1/2``;
     ``cost = s / 2``, nats per token.
+
+    Args:
+        matrix: ``[n, hidden+1]``.
+        curvature: of ``matrix``, or of ``change matrix``.
+        moment: ``E[z z^T]``.
+        change: ``[R, n]``: an error ``D`` of ``matrix`` is one of ``change D`` where the curvature was taken.
+        split_at: rows before and from there on are damped by a mean diagonal each.
     """
-    latent = _lifted((1 - LATENT_DAMPING) * curvature.latent, LATENT_DAMPING / (1 - LATENT_DAMPING))
+    latent = damped_by_block(curvature.latent, LATENT_DAMPING, split_at)
+    if change is not None:
+        latent = change.T @ latent @ change
     share = curvature.inputs.trace() / moment.trace()
     inputs = (1 - INPUT_MIXING) * curvature.inputs + INPUT_MIXING * share * moment
-    values, vectors = torch.linalg.eigh(latent)
+    values, vectors = torch.linalg.eigh((latent + latent.T) / 2)
     root = values.clamp_min(float(values.max()) * 1e-9).sqrt()
     half, inverse = (vectors * root) @ vectors.T, (vectors / root) @ vectors.T
     weighted = half @ matrix
@@ -150,6 +111,15 @@ def directions(matrix: Tensor, curvature: Curvature, moment: Tensor) -> Directio
     return Directions(inverse @ basis, basis.T @ half, energy.flip(0).clamp_min(0) / 2)
 
 
+def damped_by_block(matrix: Tensor, share: float, split_at: int | None = None) -> Tensor:
+    """``(1 - share) A`` plus ``share`` times the mean of its diagonal, of the rows before ``split_at`` and the rest."""
+    diagonal = matrix.diagonal()
+    split_at = diagonal.numel() if split_at is None else split_at
+    means = [part.mean().expand(part.numel()) for part in (diagonal[:split_at], diagonal[split_at:]) if part.numel()]
+    return (1 - share) * matrix + share * torch.diag(torch.cat(means))
+
+
 def _lifted(matrix: Tensor, share: float) -> Tensor:
     eye = torch.eye(matrix.shape[0], dtype=matrix.dtype, device=matrix.device)
-    return matrix + share * matrix.diagonal().mean() * eye
+    level = matrix.diagonal().mean().clamp_min(torch.finfo(matrix.dtype).tiny)
+    return matrix + share * level * eye

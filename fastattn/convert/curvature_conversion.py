@@ -1,45 +1,52 @@
-"""Conversion by the curvature of the loss: gather, choose ranks, factor, refit."""
+"""Conversion by the curvature of the loss: gather, choose rotary components and ranks, factor, refit."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from fastattn.convert.allocation import allocate_globally
 from fastattn.convert.attention import ConvertedAttention
 from fastattn.convert.calibration import progress_bar
 from fastattn.convert.config import LowRankConfig
-from fastattn.convert.curvature import (
-    MINIMUM_SEQUENCES,
-    Curvature,
-    Directions,
-    check_differentiable,
-    directions,
-    fit_curvature,
-    latent_gradients,
-)
-from fastattn.convert.factors import build_factors, project, stack_key_value
-from fastattn.convert.families import AttentionSite, attention_sites
+from fastattn.convert.curvature import Directions, check_differentiable, directions
+from fastattn.convert.factors import LayerFactors, Projection, build_factors
+from fastattn.convert.families import AttentionSite, attention_sites, read_weights
 from fastattn.convert.layer import Plan, attention_from, layer_row, make_attention, make_plan
+from fastattn.convert.layer_curvature import LayerCurvature, check_text, gather_curvature
 from fastattn.convert.moment_source import MomentSource
 from fastattn.convert.refit import OutputRefit
 from fastattn.convert.report import LayerReport
 from fastattn.convert.resume import ResumeState
+from fastattn.convert.rope import RopeSplit
+from fastattn.convert.rope_gradient import choose_components, gradient_split, rope_components
 
 
-def check_curvature(model: nn.Module, source: MomentSource) -> None:
+@dataclass(frozen=True)
+class LayerChoice:
+    """What a layer is factored from: its RoPE split, and directions of the latent and of the query, best first."""
+
+    split: RopeSplit
+    latent: Directions
+    query: Directions | None
+
+
+def check_curvature(model: nn.Module, config: LowRankConfig, source: MomentSource) -> None:
     """Refuse what the curvature can't be gathered from.
 
     Raises:
-        ValueError: a model without gradients, statistics instead of text, or too few sequences.
+        ValueError: a model without gradients, statistics without curvature, or too few sequences.
     """
-    if not source.batches:
-        raise ValueError('method="curvature" needs calibration text, got statistics')
-    sequences = sum(len(batch) for batch in source.batches)
-    if sequences < MINIMUM_SEQUENCES:
-        raise ValueError(f'calibration must hold {MINIMUM_SEQUENCES} sequences for "curvature", got {sequences}')
-    check_differentiable(model)
+    given = source.statistics
+    if given is None:
+        check_text(sum(len(batch) for batch in source.batches))
+        check_differentiable(model)
+    elif given.curvature is None:
+        raise ValueError('method="curvature" needs text or statistics of calibrate_curvature, got those of calibrate')
+    elif config.q_lora_rank is not None and any(layer.query is None for layer in given.curvature.values()):
+        raise ValueError("q_lora_rank needs statistics of calibrate_curvature(..., with_query=True), got none")
 
 
 def convert_by_curvature(
@@ -53,13 +60,14 @@ def convert_by_curvature(
     """The converted attention by name, and what there is to report of it. The model is as before afterwards."""
     moments = _moments(model, config, source, chosen, progress)
     gathered = gather(model, config, source, chosen, moments, resume, progress)
-    found: list[Directions] = []
-    for site in chosen:
-        matrix = _latent_matrix(make_plan(model, config, source, site, moments[site.name]), config)
-        found.append(directions(matrix, gathered[site.name], moments[site.name]))
-    ranks = choose_ranks(config, [d.cost for d in found])
+    splits = choose_splits(model, config, source, chosen, moments, gathered)
+    choices: dict[str, LayerChoice] = {}
+    for site, split in zip(progress_bar(chosen, "Factoring", progress), splits, strict=True):
+        choices[site.name] = choose_layer(model, config, site, split, gathered[site.name], moments[site.name])
+    ranks = choose_ranks(config, [choice.latent.cost for choice in choices.values()])
+    query_ranks = choose_query_ranks(config, [choice.query for choice in choices.values()])
+    by_name = {site.name: pair for site, pair in zip(chosen, zip(ranks, query_ranks, strict=True), strict=True)}
     refit = OutputRefit(model, source.batches) if config.refit else None
-    by_name = {site.name: (d, rank) for site, d, rank in zip(chosen, found, ranks, strict=True)}
     replaced: dict[str, ConvertedAttention] = {}
     rows: list[LayerReport] = []
     for site in progress_bar(attention_sites(model), "Converting", progress):
@@ -73,19 +81,8 @@ def convert_by_curvature(
             attention.load_state_dict(saved.state)
             row = LayerReport(**saved.row)
         else:
-            plan = make_plan(model, config, source, site, moments[site.name])
-            found_here, rank = by_name[site.name]
-            basis = Directions(found_here.up[:, :rank], found_here.down[:rank], found_here.cost)
-            factors = build_factors(
-                plan.weights,
-                plan.split,
-                plan.moment,
-                kv_rank=None,
-                q_rank=config.q_lora_rank,
-                method=config.method,
-                balance=config.balance,
-                basis=(basis.up, basis.down),
-            )
+            plan = Plan(read_weights(model, site), choices[site.name].split, moments[site.name])
+            factors = _factor(plan, choices[site.name], *by_name[site.name])
             attention = attention_from(factors, plan.weights, site)
             row = layer_row(site, plan, factors, attention)
         if refit is not None:
@@ -97,14 +94,99 @@ def convert_by_curvature(
     return replaced, rows
 
 
+def choose_splits(
+    model: nn.Module,
+    config: LowRankConfig,
+    source: MomentSource,
+    chosen: list[AttentionSite],
+    moments: dict[str, Tensor],
+    gathered: dict[str, LayerCurvature],
+) -> list[RopeSplit]:
+    """Every layer's RoPE split."""
+    if config.selection != "curvature" or config.qk_rope_head_dim is None:
+        return [make_plan(model, config, source, site, moments[site.name]).split for site in chosen]
+    found = []
+    for site in chosen:
+        layer = gathered[site.name]
+        found.append(rope_components(read_weights(model, site), layer.rotated, layer.unrotated))
+    kept = choose_components(
+        [components.cost for components in found],
+        config.qk_rope_head_dim // 2,
+        shared=config.rank_allocation == "global",
+    )
+    return [
+        gradient_split(read_weights(model, site), components, mask, moments[site.name], source.context)
+        for site, components, mask in zip(chosen, found, kept, strict=True)
+    ]
+
+
+def choose_layer(
+    model: nn.Module,
+    config: LowRankConfig,
+    site: AttentionSite,
+    split: RopeSplit,
+    layer: LayerCurvature,
+    moment: Tensor,
+) -> LayerChoice:
+    """The directions of one layer, up to full rank."""
+    weights = read_weights(model, site)
+    matrix = torch.cat([split.rest @ weights.key, weights.value])
+    identity = torch.eye(len(weights.value), dtype=matrix.dtype, device=matrix.device)
+    change = torch.block_diag(split.from_rest.T, identity)
+    latent = directions(matrix, layer.key_value, moment, change=change, split_at=len(weights.key))
+    latent = _first(latent, min(len(matrix), weights.hidden_size + weights.kv_bias))
+    query = None
+    if config.q_lora_rank is not None:
+        assert layer.query is not None  # gathered with it
+        query = directions(weights.query, layer.query, moment)
+        query = _first(query, min(len(weights.query), weights.hidden_size + weights.query_bias))
+    return LayerChoice(split, latent, query)
+
+
+def _first(found: Directions, count: int) -> Directions:
+    return Directions(found.up[:, :count], found.down[:count], found.cost[:count])
+
+
 def choose_ranks(config: LowRankConfig, costs: list[Tensor]) -> list[int]:
     """Every layer's latent rank."""
     if config.kv_rank_budget is not None:
         return allocate_globally(costs, config.kv_rank_budget)
-    if config.kv_lora_rank is None:
+    return _shared_ranks(config, costs, config.kv_lora_rank)
+
+
+def choose_query_ranks(config: LowRankConfig, found: list[Directions | None]) -> list[int | None]:
+    """Every layer's query rank, None for full."""
+    costs = [query.cost for query in found if query is not None]
+    return list(_shared_ranks(config, costs, config.q_lora_rank)) if costs else [None] * len(found)
+
+
+def _shared_ranks(config: LowRankConfig, costs: list[Tensor], rank: int | None) -> list[int]:
+    if rank is None:
         return [cost.numel() for cost in costs]
-    uniform = [min(config.kv_lora_rank, cost.numel()) for cost in costs]
+    uniform = [min(rank, cost.numel()) for cost in costs]
     return allocate_globally(costs, sum(uniform)) if config.rank_allocation == "global" else uniform
+
+
+def _factor(plan: Plan, choice: LayerChoice, rank: int, query_rank: int | None) -> LayerFactors:
+    weights = plan.weights
+    matrix = torch.cat([plan.split.rest @ weights.key, weights.value])
+    query = None
+    if choice.query is not None:
+        query = _projection(choice.query, weights.query, query_rank or 1)
+    return build_factors(
+        weights,
+        plan.split,
+        plan.moment,
+        kv_rank=None,
+        q_rank=query_rank,
+        balance=False,
+        latent=_projection(choice.latent, matrix, rank),
+        query=query,
+    )
+
+
+def _projection(found: Directions, matrix: Tensor, rank: int) -> Projection:
+    return Projection(found.up[:, :rank], found.down[:rank] @ matrix, found.cost)
 
 
 def _moments(
@@ -114,18 +196,12 @@ def _moments(
     wanted, moments = {site.name for site in chosen}, {}
     for site in progress_bar(attention_sites(model), "Moments", progress):
         if site.name in wanted:
-            moments[site.name] = source.original_moment(site, config.damping)
+            moment = source.original_moment(site, config.damping)
+            moments[site.name] = moment.to(read_weights(model, site).key.device)
         elif source.walk is not None:
             source.walk.advance(site.index)
     source.walk = None
     return moments
-
-
-def _latent_matrix(plan: Plan, config: LowRankConfig) -> Tensor:
-    """The latent projection at full rank, ``[R, hidden+1]``, as :func:`build_factors` has it."""
-    joint = stack_key_value(plan.weights, plan.split, plan.moment, balance=config.balance)
-    full = min(joint.matrix.shape[0], plan.weights.hidden_size + plan.weights.kv_bias)
-    return project(joint.matrix, plan.moment, full, config.method).down
 
 
 def gather(
@@ -136,31 +212,21 @@ def gather(
     moments: dict[str, Tensor],
     resume: ResumeState | None,
     progress: bool,
-) -> dict[str, Curvature]:
-    """Curvature of every layer's full-rank latent, gathered where full-rank latents stand in for the original."""
+) -> dict[str, LayerCurvature]:
+    """Every chosen layer's curvature: given, finished before, or gathered from the text."""
+    if source.statistics is not None:
+        assert source.statistics.curvature is not None  # checked before
+        return {site.name: source.statistics.curvature[site.name] for site in chosen}
     saved = None if resume is None else resume.load_tensors("curvature")
     if saved is not None:
-        return {s.name: Curvature(saved[f"{s.name}.latent"], saved[f"{s.name}.inputs"]) for s in chosen}
-    full: dict[str, Any] = {}
-    for site in chosen:
-        plan = make_plan(model, config, source, site, moments[site.name])
-        factors = build_factors(
-            plan.weights, plan.split, plan.moment, kv_rank=None, q_rank=None, method=config.method,
-            balance=config.balance,
-        )  # fmt: skip
-        full[site.name] = attention_from(factors, plan.weights, site).eval()
-    originals = [site.attention for site in chosen]
-    try:
+        result = {}
         for site in chosen:
-            site.parent.self_attn = full[site.name]
-        gradients = latent_gradients(model, [full[site.name] for site in chosen], source.batches, progress=progress)
-    finally:
-        for site, attention in zip(chosen, originals, strict=True):
-            site.parent.self_attn = attention
-    result: dict[str, Curvature] = {}
-    for site in chosen:
-        result[site.name] = fit_curvature(gradients.pop(0), moments[site.name])
+            own = {k.removeprefix(f"{site.name}/"): v for k, v in saved.items() if k.startswith(f"{site.name}/")}
+            result[site.name] = LayerCurvature.from_tensors(own, moments[site.name].device)
+        return result
+    with_query = config.q_lora_rank is not None
+    result = gather_curvature(model, chosen, source.batches, moments, with_query=with_query, progress=progress)
     if resume is not None:
-        tensors = {f"{name}.latent": c.latent for name, c in result.items()}
-        resume.save_tensors("curvature", tensors | {f"{name}.inputs": c.inputs for name, c in result.items()})
+        named = {f"{name}/{part}": value for name, layer in result.items() for part, value in layer.tensors().items()}
+        resume.save_tensors("curvature", named)
     return result

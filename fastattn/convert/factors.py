@@ -94,7 +94,8 @@ def build_factors(
     q_rank: int | None,
     method: str = "loss_optimal",
     balance: bool = True,
-    basis: tuple[Tensor, Tensor] | None = None,
+    latent: Projection | None = None,
+    query: Projection | None = None,
 ) -> LayerFactors:
     """LowRankAttention's parameters for one layer.
 
@@ -103,7 +104,8 @@ def build_factors(
         split: from :func:`split_rope`.
         moment: ``E[z z^T]`` of the layer's inputs, float64 ``[hidden+1, hidden+1]``.
         kv_rank, q_rank: ranks; ``None`` keeps all (for the query: one full-rank projection).
-        basis: ``(up [R, n], down [n, R])``: the latent ``c [R]`` becomes ``down c``, rebuilt as ``up down c``.
+        latent, query: projections to take instead of those that ``method`` finds: of :func:`stack_key_value`'s rows,
+            and of the query's at rank ``q_rank``.
 
     Raises:
         ValueError: a rank above what the layer has.
@@ -113,7 +115,7 @@ def build_factors(
     rank = full if kv_rank is None else kv_rank
     if rank > joint.matrix.shape[0]:
         raise ValueError(f"kv_lora_rank must be at most {joint.matrix.shape[0]} here, got {rank}")
-    projection = _rebased(project(joint.matrix, moment, rank, method), basis)
+    projection = project(joint.matrix, moment, rank, method) if latent is None else latent
     kv_a = torch.cat([projection.down, split.kept @ weights.key * weights.attention_factor])
 
     arguments: dict[str, object] = {
@@ -128,14 +130,18 @@ def build_factors(
         "q_bias": weights.query_bias and q_rank is None,
     }
     state: dict[str, Tensor] = {"kv_b_proj.weight": _key_value_up(weights, split, joint, projection.up)}
-    query_error = _query_state(state, weights, split, moment, q_rank, method, bool(arguments["q_bias"]))
+    if q_rank is not None and query is None:
+        query = _project_query(weights, moment, q_rank, method)
+    query_error = _query_state(state, weights, split, moment, query, bool(arguments["q_bias"]))
     _set_projection(state, "kv_a_proj_with_mqa", kv_a, bool(arguments["bias"]))
     _set_projection(state, "o_proj", weights.output, bool(arguments["bias"]))
     if q_rank is not None and arguments["bias"]:
         state.setdefault("q_a_proj.bias", state["q_a_proj.weight"].new_zeros(q_rank))
 
     rebuilt = projection.up @ projection.down
-    key = split.kept.T @ (split.kept @ weights.key) + split.rest.T @ (rebuilt[: joint.nope_rows] * joint.balance)
+    key = split.from_kept.T @ (split.kept @ weights.key) + split.from_rest.T @ (
+        rebuilt[: joint.nope_rows] * joint.balance
+    )
     errors = {
         "joint": output_error(joint.matrix, rebuilt, moment),
         "key": output_error(weights.key, key, moment),
@@ -146,18 +152,16 @@ def build_factors(
     return LayerFactors(state, arguments, split.inv_freq.float(), errors)
 
 
-def _rebased(projection: Projection, basis: tuple[Tensor, Tensor] | None) -> Projection:
-    """The projection whose latent is expressed in another basis."""
-    if basis is None:
-        return projection
-    up, down = basis
-    return Projection(projection.up @ up, down @ projection.down, projection.kept)
+def _project_query(weights: AttentionWeights, moment: Tensor, rank: int, method: str) -> Projection:
+    if rank > len(weights.query):
+        raise ValueError(f"q_lora_rank must be at most {len(weights.query)} here, got {rank}")
+    return project(weights.query, moment, rank, method)
 
 
 def _key_value_up(weights: AttentionWeights, split: RopeSplit, joint: JointKeyValue, up: Tensor) -> Tensor:
     """The up-projection of every query head, ``[H (dn + dv), R]``, from the joint one ``up`` of the key/value heads."""
     kv_heads = weights.num_kv_heads
-    key = split.rest.T @ (up[: joint.nope_rows] * joint.balance)
+    key = split.from_rest.T @ (up[: joint.nope_rows] * joint.balance)
     nope = rearrange(key, "(kv d) r -> kv d r", kv=kv_heads)[:, split.nope_dims]
     value = rearrange(up[joint.nope_rows :], "(kv d) r -> kv d r", kv=kv_heads)
     per_head = torch.cat([nope, value], dim=1)
@@ -169,8 +173,7 @@ def _query_state(
     weights: AttentionWeights,
     split: RopeSplit,
     moment: Tensor,
-    rank: int | None,
-    method: str,
+    projection: Projection | None,
     bias: bool,
 ) -> float:
     """Add the query's projections to ``state`` and return their relative output error.
@@ -181,18 +184,15 @@ def _query_state(
     in the weights.
     """
     heads, dim, kv_heads = weights.num_heads, weights.head_dim, weights.num_kv_heads
-    rope = rearrange(split.kept, "n (kv d) -> kv n d", kv=kv_heads) * weights.attention_factor
+    rope = rearrange(split.from_kept, "n (kv d) -> kv n d", kv=kv_heads) * weights.attention_factor
     nope = torch.eye(dim, dtype=torch.float64, device=rope.device)[split.nope_dims].expand(kv_heads, -1, -1)
     into_head = torch.cat([nope, rope], dim=1)
     into_head = into_head * weights.scale * into_head.shape[1] ** 0.5
     into_head = repeat(into_head, "kv n d -> (kv group) n d", group=heads // kv_heads)
-    if rank is None:
+    if projection is None:
         query = torch.einsum("hnd,hdx->hnx", into_head, rearrange(weights.query, "(h d) x -> h d x", h=heads))
         _set_projection(state, "q_proj", rearrange(query, "h n x -> (h n) x"), bias)
         return 0.0
-    if rank > heads * dim:
-        raise ValueError(f"q_lora_rank must be at most {heads * dim} here, got {rank}")
-    projection = project(weights.query, moment, rank, method)
     up = torch.einsum("hnd,hdr->hnr", into_head, rearrange(projection.up, "(h d) r -> h d r", h=heads))
     state["q_b_proj.weight"] = rearrange(up, "h n r -> (h n) r")
     _set_projection(state, "q_a_proj", projection.down, weights.query_bias)

@@ -40,7 +40,7 @@ def make_plan(
         moment,
         config.qk_rope_head_dim,
         fold=config.freq_fold,
-        selection=config.rope_selection,
+        selection=config.selection,
         mixing=config.rope_mixing,
         context=source.context,
     )

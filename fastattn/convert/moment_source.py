@@ -20,7 +20,7 @@ class MomentSource:
     def __init__(self, model: nn.Module, given: CalibrationStatistics | list[Tensor]) -> None:
         self.model = model
         self.statistics = given if isinstance(given, CalibrationStatistics) else None
-        self.batches = [] if isinstance(given, CalibrationStatistics) else given
+        self.batches = given.batches if isinstance(given, CalibrationStatistics) else given
         if isinstance(given, CalibrationStatistics):
             self.tokens, self.context = given.tokens, given.context
             self.fingerprint: list[Any] = [float(moment.total.sum()) for moment in given.moments.values()]

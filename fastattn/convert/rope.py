@@ -24,7 +24,9 @@ class RopeSplit:
     ``kept [dr, Hkv d]``: rows of the shared rope key, pairs interleaved, pair ``i`` rotated at ``inv_freq[i]``.
     ``rest [m, Hkv d]``: rows that lose or never had a position. ``nope_dims``: a head's dims that ``rest`` reaches.
     ``energy_kept``: share of the rotated key energy in ``kept``. ``expected_error``: mean squared change of the rotated
-    keys, relative to their energy, that lost positions and changed frequencies cause.
+    keys, relative to their energy, that lost positions and changed frequencies cause. ``kept_dual``, ``rest_dual``:
+    where the change of basis is not orthogonal, what rebuilds the keys: ``kept_dual^T kept + rest_dual^T rest``.
+    ``expected_cost``: nats per token that lost positions are expected to cost, where gradients chose them.
     """
 
     kept: Tensor
@@ -34,6 +36,17 @@ class RopeSplit:
     fold: int
     energy_kept: float
     expected_error: float
+    kept_dual: Tensor | None = None
+    rest_dual: Tensor | None = None
+    expected_cost: float = 0.0
+
+    @property
+    def from_kept(self) -> Tensor:
+        return self.kept if self.kept_dual is None else self.kept_dual
+
+    @property
+    def from_rest(self) -> Tensor:
+        return self.rest if self.rest_dual is None else self.rest_dual
 
 
 @dataclass(frozen=True)
@@ -72,7 +85,7 @@ def split_rope(
     """
     frequencies, heads = weights.inv_freq.numel(), weights.num_kv_heads
     if rope_dim is None or rope_dim == weights.max_rope_dim:
-        return _keep_all(weights)
+        return keep_all(weights)
     if rope_dim > weights.max_rope_dim:
         raise ValueError(f"qk_rope_head_dim must be at most {weights.max_rope_dim} here, got {rope_dim}")
     covariance = weights.key @ moment @ weights.key.T
@@ -99,13 +112,13 @@ def _shares_evenly(rope_dim: int, frequencies: int, fold: int, heads: int) -> bo
     return left == 0 and 0 < per_group <= fold * heads
 
 
-def _keep_all(weights: AttentionWeights) -> RopeSplit:
+def keep_all(weights: AttentionWeights) -> RopeSplit:
     """Every pair of every head at its own frequency: nothing is mixed and nothing lost."""
     heads, count = weights.num_kv_heads, weights.inv_freq.numel()
     loading = torch.eye(heads * count, dtype=torch.complex128, device=weights.key.device).view(-1, heads, count)
     return RopeSplit(
-        kept=_rows(weights, loading),
-        rest=_unrotated_rows(weights),
+        kept=component_rows(weights, loading),
+        rest=unrotated_rows(weights),
         inv_freq=weights.inv_freq.repeat(heads),
         nope_dims=torch.arange(2 * count, weights.head_dim, device=weights.key.device),
         fold=1,
@@ -144,7 +157,7 @@ def _concentrate(weights: AttentionWeights, covariance: Tensor, fold: int, mixin
     return _Components(loading, energy, order // size, order % size, fold)
 
 
-def _rotation_error(difference: Tensor, context: int) -> Tensor:
+def rotation_error(difference: Tensor, context: int) -> Tensor:
     """``E|exp(i difference distance) - 1|^2`` over distances below ``context``, weighted by ``1 / (1 + distance)``."""
     distance = torch.arange(context, dtype=torch.float64, device=difference.device)
     weight = 1 / (1 + distance)
@@ -155,7 +168,7 @@ def _rotation_error(difference: Tensor, context: int) -> Tensor:
 def _select(weights: AttentionWeights, components: _Components, pairs: int, selection: str, context: int) -> RopeSplit:
     frequency = weights.inv_freq.double()
     fold = components.fold
-    lost = components.energy @ _rotation_error(frequency, context)
+    lost = components.energy @ rotation_error(frequency, context)
     if selection == "uniform":
         if not _shares_evenly(2 * pairs, frequency.numel(), fold, weights.num_kv_heads):
             raise ValueError(
@@ -172,9 +185,9 @@ def _select(weights: AttentionWeights, components: _Components, pairs: int, sele
         chosen[(lost - changed).topk(pairs).indices] = True
     total = components.energy.sum().clamp_min(torch.finfo(torch.float64).tiny)
     error = changed[chosen].sum() + lost[~chosen].sum()
-    rest = torch.cat([_rows(weights, components.loading[~chosen]), _unrotated_rows(weights)])
+    rest = torch.cat([component_rows(weights, components.loading[~chosen]), unrotated_rows(weights)])
     return RopeSplit(
-        kept=_rows(weights, components.loading[chosen]),
+        kept=component_rows(weights, components.loading[chosen]),
         rest=rest,
         inv_freq=weights.inv_freq[rotated_at[chosen]],
         nope_dims=torch.arange(weights.head_dim, device=rest.device),
@@ -186,13 +199,13 @@ def _select(weights: AttentionWeights, components: _Components, pairs: int, sele
 
 def _changed_frequency_error(components: _Components, frequency: Tensor, context: int) -> Tensor:
     """``[P, F]``: error of each component when rotated at each frequency, infinite outside its group."""
-    between = _rotation_error(frequency[:, None] - frequency[None, :], context)
+    between = rotation_error(frequency[:, None] - frequency[None, :], context)
     error = components.energy @ between
     group_of = torch.arange(frequency.numel(), device=error.device) // components.fold
     return error.masked_fill(group_of[None] != components.group[:, None], torch.inf)
 
 
-def _rows(weights: AttentionWeights, loading: Tensor) -> Tensor:
+def component_rows(weights: AttentionWeights, loading: Tensor) -> Tensor:
     """Complex components ``[n, Hkv, F]`` as real rows ``[2 n, Hkv d]``: real part, imaginary part, interleaved.
 
     A component is ``sum conj(u) z`` of the pairs ``z = a + ib``: real part ``ur a + ui b``, imaginary ``ur b - ui a``.
@@ -204,7 +217,7 @@ def _rows(weights: AttentionWeights, loading: Tensor) -> Tensor:
     return rearrange(rows, "n part h d -> (n part) (h d)")
 
 
-def _unrotated_rows(weights: AttentionWeights) -> Tensor:
+def unrotated_rows(weights: AttentionWeights) -> Tensor:
     """Unit rows of the dims that RoPE never rotated."""
     basis = torch.eye(weights.num_kv_heads * weights.head_dim, dtype=torch.float64, device=weights.key.device)
     by_head = rearrange(basis, "(h d) c -> h d c", h=weights.num_kv_heads)

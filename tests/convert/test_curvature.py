@@ -11,8 +11,11 @@ import torch
 from fastattn import LowRankConfig, to_low_rank_
 from fastattn.convert import load_low_rank, save_low_rank
 from fastattn.convert.allocation import allocate_globally
-from fastattn.convert.curvature import Curvature, directions, fit_curvature, latent_gradients
+from fastattn.convert.curvature import Curvature, directions, fit_curvature
+from fastattn.convert.families import attention_sites, read_weights
+from fastattn.convert.gradients import WrittenOutAttention, gather_gradients
 from fastattn.convert.refit import ridge_refit
+from fastattn.convert.rope_gradient import choose_components, gradient_split, rope_components
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.transformers
@@ -33,22 +36,98 @@ def ranks(report) -> list[int]:
 
 def test_gradients_of_sampled_labels_estimate_the_exact_fisher_information():
     """Exact: the expectation over all labels of the square of one entry's gradient, one position after another."""
-    model = tiny_model("llama")
-    convert(model, LowRankConfig(kv_lora_rank=6, qk_rope_head_dim=8))
-    attention = model.model.layers[1].self_attn
-    ids = token_ids(1, 3, seed=3)
-    weight = attention.kv_a_proj_with_mqa.weight
-    probabilities = model(input_ids=ids).logits[0].softmax(-1)
-    exact = torch.zeros_like(weight[:6], dtype=torch.float64)
+    model, ids = tiny_model("llama"), token_ids(1, 3, seed=3)
+    site = attention_sites(model)[1]
+    weight = site.attention.v_proj.weight.detach().clone().requires_grad_()
+    name = f"{site.name}.v_proj.weight"
+    log = torch.func.functional_call(model, {name: weight}, (ids,)).logits[0].log_softmax(-1)
+    exact = torch.zeros_like(weight, dtype=torch.float64)
     for position in range(3):
-        log = probabilities[position].log()
-        for label in range(log.numel()):
-            gradient = torch.autograd.grad(log[label], weight, retain_graph=True)[0][:6].double()
-            exact += float(probabilities[position, label].detach()) * gradient.square()
+        for label in range(log.shape[1]):
+            gradient = torch.autograd.grad(log[position, label], weight, retain_graph=True)[0].double()
+            exact += float(log[position, label].detach().exp()) * gradient.square()
     exact /= 3
-    sampled = latent_gradients(model, [attention], [ids.expand(1500, -1)], seed=1)[0]
-    got = torch.stack(sampled).double()[..., :-1].square().mean(0)
+    sampled = gather_gradients(model, [site], [ids.expand(1500, -1)], seed=1)[0].key_value
+    got = torch.stack(sampled).double()[:, -len(weight) :, :-1].square().mean(0)
     assert float((got - exact).norm() / exact.norm()) < 0.15
+    assert type(site.attention).__name__ == "LlamaAttention"
+
+
+@pytest.mark.parametrize("family", ["llama-mha", "qwen2", "llama-yarn", "phi3-partial-rotary", "mistral"])
+def test_attention_written_out_is_the_models_own(family):
+    model = tiny_model(family)
+    site, hidden = attention_sites(model)[1], torch.randn(1, 37, 64, generator=torch.Generator().manual_seed(0))
+    weights = read_weights(model, site)
+    got = WrittenOutAttention(weights, site.attention, with_query=True)(hidden)[0][0]
+    expected = weights.attend(hidden[0]).float()
+    assert float((got - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_rope_gradients_are_derivatives_by_a_mixing_of_heads():
+    """Adding ``t P k`` to the rotated keys of one frequency, for a complex ``P``, against a finite difference."""
+    model, ids = tiny_model("llama", dtype=torch.float64), token_ids(1, 9, seed=2)
+    site = attention_sites(model)[0]
+    with torch.no_grad():
+        gathered = gather_gradients(model, [site], [ids], seed=5)[0]
+    generator = torch.Generator().manual_seed(5)
+    labels = torch.multinomial(model(input_ids=ids).logits[0].float().softmax(-1), 1, generator=generator)[:, 0]
+    weights, frequency = read_weights(model, site), 3
+    count, dim = weights.inv_freq.numel(), weights.head_dim
+    mixing = torch.randn(2, 2, dtype=torch.complex128, generator=torch.Generator().manual_seed(1))
+
+    def loss(step):
+        moved = weights.key[:, :-1].view(2, dim, -1).clone()
+        z = torch.complex(moved[:, frequency], moved[:, count + frequency])
+        z = z + step * mixing @ z
+        moved[:, frequency], moved[:, count + frequency] = z.real, z.imag
+        name = f"{site.name}.k_proj.weight"
+        logits = torch.func.functional_call(model, {name: moved.flatten(0, 1)}, (ids,)).logits[0]
+        return float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+
+    expected = (loss(1e-2) - loss(-1e-2)) / 2e-2 / 3  # a small step drowns in the norms, which are float32
+    got = float((gathered.rotated[0][frequency].conj() * mixing).sum().real)
+    assert got == pytest.approx(expected, rel=5e-3)
+
+
+@pytest.mark.parametrize("chosen", [1, 3, 7])
+def test_components_rebuild_the_keys_and_choose_what_costs_most(chosen):
+    weights = read_weights(tiny_model("llama"), attention_sites(tiny_model("llama"))[0])
+    generator = torch.Generator().manual_seed(0)
+    rotated, unrotated = (torch.randn(6, 8, 2, 2, dtype=torch.complex64, generator=generator) for _ in range(2))
+    found = rope_components(weights, rotated, unrotated)
+    rebuilt = torch.einsum("pgf,phf->fgh", found.dual, found.loading.conj())
+    torch.testing.assert_close(rebuilt, torch.eye(2, dtype=torch.complex128).expand(8, 2, 2))
+    # half the mean square of what leaving component 5 out changes every sequence's loss by
+    mixing = torch.einsum("g,h->gh", found.dual[5, :, 2], found.loading[5, :, 2].conj())
+    gained = (unrotated[:, 2].conj() * mixing * found.factor[5]).sum((1, 2))
+    change = (gained - (rotated[:, 2].conj() * mixing).sum((1, 2))).real
+    assert float(found.cost[5]) == pytest.approx(float(change.square().mean() / 2), rel=1e-6)
+    mask = choose_components([found.cost], chosen, shared=False)[0]
+    assert set(mask.nonzero()[:, 0].tolist()) == set(found.cost.topk(chosen).indices.tolist())
+    moment = torch.eye(65, dtype=torch.float64)
+    split = gradient_split(weights, found, mask, moment, 16)
+    whole = gradient_split(weights, replace(found, factor=torch.ones_like(found.factor)), mask, moment, 16)
+    assert split.kept.shape[0] == 2 * chosen
+    torch.testing.assert_close(
+        whole.from_kept.T @ whole.kept + whole.from_rest.T @ whole.rest, torch.eye(32, dtype=torch.float64)
+    )
+    assert split.expected_cost == pytest.approx(float(found.cost[~mask].sum()))
+
+
+def test_components_are_shared_by_one_threshold_as_brute_force_shares_them():
+    costs = [torch.tensor(c) for c in ([9.0, 4.0, 1.0], [0.5, 0.4, 0.3], [8.0, 7.0, 0.2])]
+    subsets = [m for n in (1, 2, 3) for m in itertools.combinations(range(3), n)]
+    for pairs in (1, 2, 3):
+        masks = choose_components(costs, pairs, shared=True)
+        best = max(
+            sum(float(costs[i][list(m)].sum()) for i, m in enumerate(choice))
+            for choice in itertools.product(subsets, repeat=3)
+            if sum(map(len, choice)) == 3 * pairs
+        )
+        assert all(bool(mask.any()) for mask in masks)
+        assert sum(float(c[m].sum()) for c, m in zip(costs, masks, strict=True)) == pytest.approx(best)
+    with pytest.raises(ValueError, match="qk_rope_head_dim"):
+        choose_components(costs, 4, shared=True)
 
 
 def test_alternating_estimates_find_a_kronecker_product():
@@ -154,7 +233,7 @@ def test_an_interrupted_conversion_goes_on_from_what_is_there(tmp_path, monkeypa
     config = replace(SMALL, refit=True, rank_allocation="global")
     expected, model = tiny_model("llama"), tiny_model("llama")
     convert(expected, config)
-    finish, gathered = module.OutputRefit.finish, module.latent_gradients
+    finish, gathered = module.OutputRefit.finish, module.gather_curvature
 
     def interrupted(self, index, *args, **kwargs):
         if index == 1:
@@ -169,7 +248,7 @@ def test_an_interrupted_conversion_goes_on_from_what_is_there(tmp_path, monkeypa
     assert torch.equal(logits(model, ids), before)
     monkeypatch.setattr(module.OutputRefit, "finish", finish)
     calls = []
-    monkeypatch.setattr(module, "latent_gradients", lambda *a, **k: calls.append(1) or gathered(*a, **k))
+    monkeypatch.setattr(module, "gather_curvature", lambda *a, **k: calls.append(1) or gathered(*a, **k))
     convert(model, config, resume_dir=tmp_path)
     assert not calls
     torch.testing.assert_close(logits(model, ids), logits(expected, ids))
