@@ -3,8 +3,8 @@
     python -m examples.convert_model --output out/conversion
 
 Real weights and real text, no downloads. The model is calibrated once; every conversion reuses the statistics.
-With ``--methods loss_optimal curvature`` the curvature of the loss is gathered for every conversion anew, which takes
-minutes each; ranks then differ between layers and output projections are refitted. Calibration and held-out text are
+With ``--methods loss_optimal curvature`` the curvature of the loss is gathered once, which takes minutes; ranks and
+rope dims then differ between layers, and with ``--refit`` output projections are refitted. Calibration and held-out text are
 different help topics of Python's documentation. Prints one row per conversion and the full report of the last one;
 saves ``conversion.json`` and, with matplotlib, ``conversion.png``.
 """
@@ -22,7 +22,7 @@ import torch
 
 from examples import smollm2
 from fastattn import LowRankConfig, to_low_rank_
-from fastattn.convert import calibrate, held_out_loss
+from fastattn.convert import calibrate, calibrate_curvature, held_out_loss
 
 RANKS = (64, 96, 128, 160, 224, 288)
 ROPE_DIMS = (32, 64, 96)
@@ -43,23 +43,29 @@ def split_text(tokenizer: Any, calibration_tokens: int, held_out_tokens: int, le
     return tuple(parts)
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="values of kv_lora_rank")
     parser.add_argument("--rope-dims", type=int, nargs="+", default=ROPE_DIMS, help="values of qk_rope_head_dim")
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=tuple(STYLES))
+    parser.add_argument("--refit", action="store_true", help="with curvature: fit the output projections too")
     parser.add_argument("--calibration-tokens", type=int, default=16384)
     parser.add_argument("--held-out-tokens", type=int, default=2048)
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--output", type=Path, default=Path("out/conversion"))
-    arguments = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    arguments = parse_arguments()
     started = time.perf_counter()
     model, tokenizer = smollm2.load()
     calibration, held_out = split_text(
         tokenizer, arguments.calibration_tokens, arguments.held_out_tokens, arguments.length
     )
-    statistics = calibrate(model, calibration)
+    gather = calibrate_curvature if "curvature" in arguments.methods else calibrate
+    statistics = gather(model, calibration)
     original = held_out_loss(model, held_out)
     print(f"{calibration.numel()} calibration and {held_out.numel()} held-out tokens; original loss {original:.4f}")
     print(f"{'method':>12} {'rope':>5} {'rank':>5} {'loss':>8} {'bytes/token':>12} {'less':>6} {'seconds':>8}")
@@ -67,13 +73,12 @@ def main() -> None:
     for rope_dim in arguments.rope_dims:
         for method in arguments.methods:
             for rank in arguments.ranks:
-                options = {"rank_allocation": "global", "refit": True} if method == "curvature" else {}
+                options = {"rank_allocation": "global", "refit": arguments.refit} if method == "curvature" else {}
                 config = LowRankConfig(
                     kv_lora_rank=rank, qk_rope_head_dim=rope_dim, method=method, statistics="parallel", **options
                 )
                 converted = copy.deepcopy(model)
-                text_or_moments = calibration if method == "curvature" else statistics
-                report = to_low_rank_(converted, config, text_or_moments, progress=False)
+                report = to_low_rank_(converted, config, statistics, progress=False)
                 loss = held_out_loss(converted, held_out)
                 saved = 1 - report.cache_bytes_after / report.cache_bytes_before
                 rows.append(
