@@ -16,7 +16,10 @@ if TYPE_CHECKING:  # for type checkers, which do not read the table below
     from fastattn.convert import to_low_rank_ as to_low_rank_
     from fastattn.integrations.transformers import compressed as compressed
     from fastattn.integrations.transformers import compressed_cache as compressed_cache
+    from fastattn.integrations.transformers import load_prefix as load_prefix
     from fastattn.integrations.transformers import prefill as prefill
+    from fastattn.integrations.transformers import save_prefix as save_prefix
+    from fastattn.integrations.transformers import score_continuations as score_continuations
     from fastattn.modules import H2O as H2O
     from fastattn.modules import TOVA as TOVA
     from fastattn.modules import CacheState as CacheState
@@ -40,7 +43,14 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "fastattn.advice": ("Advice", "advise"),
         "fastattn.convert": ("LowRankConfig", "to_low_rank_"),
-        "fastattn.integrations.transformers": ("compressed", "compressed_cache", "prefill"),
+        "fastattn.integrations.transformers": (
+            "compressed",
+            "compressed_cache",
+            "load_prefix",
+            "prefill",
+            "save_prefix",
+            "score_continuations",
+        ),
         "fastattn.modules": (
             "CacheState",
             "CompressedKVCache",

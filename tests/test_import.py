@@ -14,6 +14,15 @@ import pytest
 
 HEAVY = ("triton", "transformers", "torch._dynamo", "torch._inductor")
 
+NEED_TRANSFORMERS = (
+    "compressed",
+    "compressed_cache",
+    "load_prefix",
+    "prefill",
+    "save_prefix",
+    "score_continuations",
+)
+
 BLOCK = """
 import sys
 
@@ -28,7 +37,8 @@ sys.meta_path.insert(0, Blocker())
 
 def run(code: str) -> dict:
     """Run ``code`` in a new interpreter; it prints one JSON object as its last line."""
-    command = [sys.executable, "-c", textwrap.dedent(code)]
+    code = f"NEED_TRANSFORMERS = {NEED_TRANSFORMERS!r}\n{textwrap.dedent(code)}"
+    command = [sys.executable, "-c", code]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
@@ -81,7 +91,7 @@ def test_import_without_triton_and_transformers() -> None:
     )
     assert found["blocked"] == ["triton", "transformers"]
     assert len(found["exported"]) > 5
-    for name in ("compressed", "compressed_cache", "prefill"):
+    for name in NEED_TRANSFORMERS:
         expected = f'fastattn.{name} needs transformers: pip install "fastattn[transformers]"'
         assert found["refused"].pop(name) == expected
     assert found["refused"] == {}
@@ -123,8 +133,8 @@ def test_import_changes_no_global_state() -> None:
         import fastattn
         import fastattn.ops
         for name in fastattn.__all__:
-            if name not in ("compressed", "compressed_cache", "prefill"):
-                getattr(fastattn, name)  # those three load transformers, which changes the environment
+            if name not in NEED_TRANSFORMERS:  # those load transformers, which changes the environment
+                getattr(fastattn, name)
         after = snapshot()
         print(json.dumps({"changed": [key for key in before if before[key] != after[key]]}))
     """)
@@ -143,7 +153,7 @@ def test_import_leaves_compiler_configuration_alone() -> None:
         import fastattn
         import fastattn.ops
         for name in fastattn.__all__:
-            if name not in ("compressed", "compressed_cache", "prefill"):  # those load transformers
+            if name not in NEED_TRANSFORMERS:  # those load transformers
                 getattr(fastattn, name)
         print(json.dumps({"same": snapshot() == before}))
     """)

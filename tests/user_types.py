@@ -64,6 +64,10 @@ def integrations(model: nn.Module, ids: Tensor) -> None:
     cache = fastattn.compressed_cache(model, budget=32)
     assert_type(cache, CompressedCache)
     assert_type(fastattn.prefill(model, ids, cache), Tensor)
+    fastattn.save_prefix(cache, "file")
+    assert_type(fastattn.load_prefix(model, "file"), CompressedCache)
+    scores = fastattn.score_continuations(model, cache, [[1, 2], ids[0]])
+    assert_type(scores[0].log_likelihood, float)
     with fastattn.compressed(model, "key_diff", budget=32):
         model(ids)
     report = fastattn.to_low_rank_(model, fastattn.LowRankConfig(kv_lora_rank=16), calibration=ids)

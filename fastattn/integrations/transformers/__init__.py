@@ -8,5 +8,21 @@ from fastattn.integrations.deepseek import replace_attention_
 from fastattn.integrations.transformers._cache import CompressedCache, compressed_cache
 from fastattn.integrations.transformers._context import compressed
 from fastattn.integrations.transformers._prefill import prefill
+from fastattn.integrations.transformers._prefixes import (
+    ContinuationScore,
+    load_prefix,
+    save_prefix,
+    score_continuations,
+)
 
-__all__ = ["CompressedCache", "compressed", "compressed_cache", "prefill", "replace_attention_"]
+__all__ = [
+    "CompressedCache",
+    "ContinuationScore",
+    "compressed",
+    "compressed_cache",
+    "load_prefix",
+    "prefill",
+    "replace_attention_",
+    "save_prefix",
+    "score_continuations",
+]

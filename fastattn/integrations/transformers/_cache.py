@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from fastattn.integrations._arguments import check_arguments
 from fastattn.integrations.transformers import _versions
 from fastattn.integrations.transformers._attention import new_token_mask, previous_attention
 from fastattn.integrations.transformers._drafts import limit_drafts
-from fastattn.integrations.transformers._layers import CompressedLayer, ForwardedCache
-from fastattn.integrations.transformers._model import ModelSpec, switch
+from fastattn.integrations.transformers._layers import CompressedLayer, ForwardedCache, Origin
+from fastattn.integrations.transformers._model import CacheHook, ModelSpec, switch
 from fastattn.modules.kv_cache import CompressedKVCache
 from fastattn.modules.policies import Policy, resolve_policy
 
@@ -64,8 +65,7 @@ def compressed_cache(
             another kind (convolutions, recurrent states). The model is then as it was.
     """
     policy = resolve_policy(policy)
-    hook = switch(model)
-    limit_drafts(model)
+    hook = switched(model)
     spec = hook.spec
     _check_rotation(model, policy, spec)
     kv = CompressedKVCache(
@@ -78,7 +78,14 @@ def compressed_cache(
         dtype=spec.dtype if dtype is None else dtype,
         storage=storage,
     )
-    return CompressedCache(kv, spec, hook.config, sizes_itself=batch_size is None)
+    return CompressedCache(kv, hook, model, sizes_itself=batch_size is None)
+
+
+def switched(model: Any) -> CacheHook:
+    """Let ``model`` serve compressed caches, unless it does; what is known of it then."""
+    hook = switch(model)
+    limit_drafts(model)
+    return hook
 
 
 def _check_rotation(model: Any, policy: Policy, spec: ModelSpec) -> None:
@@ -96,12 +103,17 @@ class CompressedCache(ForwardedCache):
 
     Attributes:
         kv: the :class:`~fastattn.CompressedKVCache`; its layer ``i`` is the model's ``i``-th full-attention layer.
+        next_logits: logits ``[B, vocabulary]`` after the newest token, where :func:`prefill` fed it; None after any
+            other call of the model and any change of the rows.
     """
 
-    def __init__(self, kv: CompressedKVCache, spec: ModelSpec, config: Any, sizes_itself: bool = False) -> None:
+    def __init__(self, kv: CompressedKVCache, hook: CacheHook, model: Any, sizes_itself: bool = False) -> None:
+        spec = hook.spec
         self.kv = kv
+        self.next_logits: Tensor | None = None
         self._sizes_itself = sizes_itself
-        self._config = config
+        self._config = hook.config
+        self._origin = Origin(model.get_decoder())
         self._slots = spec.slots
         self._last = spec.num_compressed - 1
         super().__init__(self._new_layers(), spec.signature)
@@ -149,6 +161,7 @@ class CompressedCache(ForwardedCache):
         Raises:
             ValueError: the cache has another number of rows.
         """
+        self.next_logits = None
         if rows == self.batch_size:
             return
         if not self._sizes_itself or int(self.kv.columns) > 0:
@@ -161,12 +174,14 @@ class CompressedCache(ForwardedCache):
     def reset(self) -> None:
         """Empty the cache, in place."""
         self.kv.reset()
+        self.next_logits = None
         # Sliding layers start anew: transformers 5.2 resets its own to a window full of zeros.
         self.layers = self._new_layers()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``b`` becomes the former row ``beam_idx[b]``."""
         self.kv.reorder(beam_idx)
+        self.next_logits = None
         for layer in self._windows():
             layer.reorder_cache(beam_idx)
 
@@ -183,6 +198,8 @@ class CompressedCache(ForwardedCache):
                     f"cannot take back {removed} columns: a sliding-window layer has let go of what came before"
                 )
         self.kv.crop(removed)
+        if removed:
+            self.next_logits = None
         for layer in self._windows():
             layer.crop(-removed)
 
@@ -198,6 +215,20 @@ class CompressedCache(ForwardedCache):
         self._replace(self.kv.select(rows.repeat_interleave(repeats)))
         for layer in self._windows():
             layer.batch_repeat_interleave(repeats)
+
+    def fork(self, indices: Tensor) -> CompressedCache:
+        """A new cache of the rows ``indices``, each as often as named; this one stays as it is.
+
+        Args:
+            indices: integers ``[N]``, at least one.
+        """
+        forked = copy.copy(self)
+        forked.layers = [
+            CompressedLayer(self.kv) if isinstance(layer, CompressedLayer) else copy.deepcopy(layer)
+            for layer in self.layers
+        ]
+        forked.batch_select_indices(indices)
+        return forked
 
     @property
     def batch_size(self) -> int:
@@ -226,6 +257,7 @@ class CompressedCache(ForwardedCache):
 
     def _replace(self, kv: CompressedKVCache) -> None:
         self.kv = kv
+        self.next_logits = None
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
                 layer.kv = kv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +55,23 @@ class CompressedLayer(CacheLayerMixin):
 
     def get_max_cache_shape(self) -> int:
         return -1
+
+
+class Origin:
+    """The decoder that a cache was made for, without keeping it alive. A pickled cache forgets it."""
+
+    def __init__(self, decoder: Any = None) -> None:
+        self._decoder = None if decoder is None else weakref.ref(decoder)
+
+    def decoder(self) -> Any:
+        """The decoder, None where it is gone."""
+        return None if self._decoder is None else self._decoder()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
+        return self
+
+    def __reduce__(self) -> Any:
+        return Origin, ()
 
 
 class ForwardedCache(Cache):

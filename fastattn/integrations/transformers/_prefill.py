@@ -27,6 +27,8 @@ def prefill(
 ) -> Tensor:
     """Feed ``input_ids`` in chunks, each compressed before the next comes, so that memory stays bounded.
 
+    What it returns stays at ``cache.next_logits`` as well, for :func:`save_prefix` and :func:`score_continuations`.
+
     Args:
         model: the model that ``cache`` was made for.
         input_ids: ``[B, T]``, what follows the tokens already in the cache.
@@ -52,30 +54,44 @@ def prefill(
     rows, tokens = input_ids.shape
     cache.size_for(rows)
     before = int(cache.kv.columns)
-    mask = _whole_mask(attention_mask, before, input_ids, cache)
-    keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    carried = {_versions.cache_argument(model): cache}
+    mask = whole_mask(attention_mask, before, input_ids, cache)
     logits = None
     with tqdm(total=tokens, unit="tok", desc="prefill", disable=not progress or tokens <= chunk_size) as bar:
         for start in range(0, tokens, chunk_size):
             chunk = slice(start, start + chunk_size)
-            seen = mask[:, : before + start + chunk_size]
-            real = seen[:, before + start :]
-            positions = cache.kv.tokens_seen.to(real.device)[:, None] + real.cumsum(1) - 1
-            logits = model(
-                input_ids=input_ids[:, chunk],
-                attention_mask=seen,
-                position_ids=positions.clamp(min=0),
-                use_cache=True,
-                **keep,
-                **carried,
-            ).logits
-            bar.update(real.shape[1])
+            logits = feed(model, input_ids[:, chunk], cache, mask[:, : before + start + chunk_size], last=True)
+            bar.update(input_ids[:, chunk].shape[1])
     assert logits is not None  # at least one chunk ran
-    return logits[:, -1]
+    cache.next_logits = logits[:, -1].clone()
+    return cache.next_logits
 
 
-def _whole_mask(attention_mask: Tensor | None, before: int, input_ids: Tensor, cache: CompressedCache) -> Tensor:
+def feed(model: Any, input_ids: Tensor, cache: CompressedCache, mask: Tensor, last: bool = False) -> Tensor:
+    """One call of ``model``: logits ``[B, T or 1, vocabulary]`` of all new columns, or where possible of the last.
+
+    Args:
+        model: the model.
+        input_ids: ``[B, T]``.
+        cache: of ``B`` rows.
+        mask: ``[B, columns]``, of all columns so far, these included.
+        last: the others' logits are not wanted.
+    """
+    keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters and last else {}
+    real = mask[:, -input_ids.shape[1] :]
+    positions = cache.kv.tokens_seen.to(real.device)[:, None] + real.cumsum(1) - 1
+    carried = {_versions.cache_argument(model): cache}
+    logits: Tensor = model(
+        input_ids=input_ids,
+        attention_mask=mask,
+        position_ids=positions.clamp(min=0),
+        use_cache=True,
+        **keep,
+        **carried,
+    ).logits
+    return logits
+
+
+def whole_mask(attention_mask: Tensor | None, before: int, input_ids: Tensor, cache: CompressedCache) -> Tensor:
     """The mask over the ``before`` columns fed earlier and the new ones, as sliding-window layers need it."""
     rows, tokens = input_ids.shape
     if attention_mask is None:

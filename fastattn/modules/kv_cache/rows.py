@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn.modules.kv_cache.module import CacheModule
-from fastattn.modules.kv_cache.storage import load_cache, save_cache
+from fastattn.modules.kv_cache.storage import SavedCache, load_cache, save_cache
 from fastattn.modules.kv_cache.validation import check_croppable_rows, check_source, row_counts, row_index
 from fastattn.modules.policies import Policy
 from fastattn.validation import check_count
@@ -189,9 +189,13 @@ class RowCache(CacheModule):
             ImportError: the package safetensors is missing.
             RuntimeError: the last call stopped half-way.
         """
+        self._write(Path(path), fingerprint, {})
+
+    def _write(self, path: Path, fingerprint: str, extras: dict[str, Tensor]) -> None:
+        """:meth:`save`, with further tensors beside the buffers."""
         self._progress.require_complete()
         arguments = self._spec.arguments(dtype=str(self.dtype).removeprefix("torch."))
-        save_cache(Path(path), arguments, self.rotary, self._named_buffers(), fingerprint)
+        save_cache(path, arguments, self.rotary, self._named_buffers(), fingerprint, extras)
 
     @classmethod
     def load(
@@ -219,7 +223,18 @@ class RowCache(CacheModule):
             TypeError, ValueError: not such a file, a damaged or altered one, of a newer format, with another
                 fingerprint, or of more than one row where ``batch_size`` is given.
         """
-        saved = load_cache(Path(path), fingerprint)
+        return cls._restored(load_cache(Path(path), fingerprint), device, dtype, batch_size, policy)
+
+    @classmethod
+    def _restored(
+        cls: type[Cache],
+        saved: SavedCache,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        batch_size: int | None,
+        policy: Policy | None,
+    ) -> Cache:
+        """:meth:`load`, of a file that has been read."""
         arguments = saved.arguments(policy)
         rows = arguments["batch_size"]
         if batch_size is not None:

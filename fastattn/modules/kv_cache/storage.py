@@ -22,6 +22,7 @@ from fastattn.modules.rotary import Rotary
 FORMAT = "fastattn.kv_cache"
 VERSION = 1
 _ROTARY = "rotary.inv_freq"
+_EXTRA = "extra."  # begins the names of tensors that are no buffers
 
 
 def save_cache(
@@ -30,8 +31,9 @@ def save_cache(
     rotary: Rotary | None,
     buffers: dict[str, tuple[Buffer, Tensor]],
     fingerprint: str,
+    extras: dict[str, Tensor],
 ) -> None:
-    """Write ``buffers`` and the ``arguments`` of their cache to ``path``, by way of a temporary name."""
+    """Write ``buffers``, the ``arguments`` of their cache and ``extras`` to ``path``, by way of a temporary name."""
     if not isinstance(fingerprint, str):
         raise TypeError(f"fingerprint must be a string, got {type(fingerprint).__name__}")
     tensors = {name: _filled(buffer, tensor, name, buffers) for name, (buffer, tensor) in buffers.items()}
@@ -47,6 +49,7 @@ def save_cache(
     }
     if rotary is not None:
         tensors[_ROTARY] = rotary.inv_freq.detach().cpu().contiguous()
+    tensors |= {_EXTRA + name: tensor.detach().cpu().contiguous() for name, tensor in extras.items()}
     text = json.dumps(header, sort_keys=True)
     metadata = {"format": FORMAT, "version": str(VERSION), "header": text, "sha256": _digest(tensors, text)}
     _write(path, tensors, metadata)
@@ -84,6 +87,10 @@ class SavedCache:
     path: Path
     header: dict[str, Any]
     tensors: dict[str, Tensor]
+
+    def extra(self, name: str) -> Tensor | None:
+        """What was saved beside the buffers as ``name``, None where nothing was."""
+        return self.tensors.get(_EXTRA + name)
 
     def arguments(self, policy: Policy | None) -> dict[str, Any]:
         """Keyword arguments of a cache like the saved one, with ``policy`` in place of its own where given."""
