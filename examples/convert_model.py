@@ -4,9 +4,9 @@
 
 Real weights and real text, no downloads. The model is calibrated once; every conversion reuses the statistics.
 With ``--methods loss_optimal curvature`` the curvature of the loss is gathered once, which takes minutes; ranks and
-rope dims then differ between layers, and with ``--refit`` output projections are refitted. Calibration and held-out text are
-different help topics of Python's documentation. Prints one row per conversion and the full report of the last one;
-saves ``conversion.json`` and, with matplotlib, ``conversion.png``.
+rope dims then differ between layers, and with ``--refit`` output projections are refitted. Calibration and held-out
+text are different help topics of Python's documentation. Prints one row per conversion and the full report of
+the last one; saves ``conversion.json`` and, with matplotlib, ``conversion.png``.
 """
 
 from __future__ import annotations
