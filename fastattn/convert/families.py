@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastattn.convert.weights import AttentionWeights
 from fastattn.integrations._arguments import CHANGING_ROPE_TYPES
+from fastattn.integrations._placement import offloaded_to
 
 SPLIT = ("q_proj", "k_proj", "v_proj", "o_proj")
 FUSED = ("qkv_proj", "o_proj")
@@ -90,15 +91,35 @@ def check_site(model: nn.Module, site: AttentionSite) -> None:
     if extra:
         raise ValueError(f"{where} has parameters that LowRankAttention does not: {extra}")
     for name, child in children.items():
-        if type(child) is not nn.Linear or not child.weight.dtype.is_floating_point or child.weight.dtype.itemsize < 2:
-            kind = f"{type(child).__name__} of {getattr(getattr(child, 'weight', None), 'dtype', 'no weight')}"
-            raise ValueError(f"{where}.{name} must be a plain nn.Linear with float weights, not quantized, got {kind}")
+        kind = _unreadable(child)
+        if kind:
+            raise ValueError(
+                f"{where}.{name} must be a plain nn.Linear with float weights, neither quantized nor sharded, "
+                f"got {kind}"
+            )
         if child.weight.is_meta:
-            raise ValueError(f"{where}.{name} must be on a device, got an empty module")
+            raise ValueError(f"{where}.{name} must be on a device, got an empty module{_offloaded(child)}")
     for name, module in [("", attention), *((f".{name}", child) for name, child in children.items())]:
         if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
             raise ValueError(f"{where}{name} carries hooks, which a replaced module would lose: remove them first")
     _check_behavior(config, site, where)
+
+
+def _unreadable(child: nn.Module) -> str:
+    """What keeps a projection's numbers from being read, empty if nothing does."""
+    kind = f"{type(child).__module__}.{type(child).__qualname__}".removeprefix("torch.nn.modules.linear.")
+    if type(child) is not nn.Linear:
+        return kind
+    weight = child.weight
+    if type(weight) is not nn.Parameter:
+        return f"{kind} whose weight is a {type(weight).__module__}.{type(weight).__qualname__}"
+    if not weight.is_floating_point() or weight.dtype.itemsize < 2:
+        return f"{kind} of {weight.dtype}"
+    return ""
+
+
+def _offloaded(child: nn.Module) -> str:
+    return "" if offloaded_to(child) is None else ": its weights are offloaded by accelerate, load the model whole"
 
 
 def _check_behavior(config: Any, site: AttentionSite, where: str) -> None:

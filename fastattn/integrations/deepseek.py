@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from fastattn.integrations._placement import device_of
 from fastattn.integrations.low_rank import TransformersAttention
 
 # transformers' class -> whether its rotation pairs neighbors whatever the configuration says
@@ -85,8 +86,9 @@ def _low_rank_from(old: nn.Module) -> TransformersAttention:
     for name in _KEPT_MODULES:
         if getattr(old, name, None) is not None:
             setattr(new, name, getattr(old, name))
-    weight = next(old.kv_a_proj_with_mqa.parameters())  # type: ignore[union-attr]
-    new.inv_freq = new.inv_freq.to(weight.device)
+    device = device_of(old)
+    if device is not None:  # else they stay on the CPU, and move with the module
+        new.inv_freq = new.inv_freq.to(device)
     return new.train(old.training)
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from fastattn.integrations._arguments import CACHE_KEYWORD, check_arguments
+from fastattn.integrations._placement import device_of
 from fastattn.integrations.transformers import _versions
 from fastattn.integrations.transformers._attention import (
     NAME,
@@ -26,13 +26,17 @@ from fastattn.integrations.transformers._attention import (
     remember_previous,
     was_switched,
 )
+from fastattn.integrations.transformers._checks import (
+    check_config,
+    check_implementation,
+    check_weights,
+    standard_layers,
+)
 from fastattn.integrations.transformers._layers import CompressedLayer, ForwardedCache
 from fastattn.integrations.transformers._rotary import checked_rotary, find_rotary, low_rank_rotary
 from fastattn.modules.low_rank import LowRankAttention
 from fastattn.modules.rotary import Rotary
 
-_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-_UNSUPPORTED_IMPLEMENTATIONS = ("flash", "flex", "paged", "/")
 _SWITCHING = threading.RLock()  # one model is examined and switched at a time, whatever thread asks
 
 
@@ -175,16 +179,16 @@ def _switched(decoder: Any) -> CacheHook:
     fingerprint = _fingerprint(decoder)
     if hook is not None and implementation == NAME and hook.fingerprint == fingerprint:
         return hook
-    _check_config(decoder.config)
-    _check_weights(decoder)
+    check_config(decoder.config)
+    check_weights(decoder)
     new = hook is None
     if hook is None:
         shared = implementation == NAME and was_switched(decoder.config)  # by another model of the same config object
-        previous = previous_implementation(decoder.config) if shared else _check_implementation(implementation)
+        previous = previous_implementation(decoder.config) if shared else check_implementation(implementation)
         hook = CacheHook(decoder, previous)
         handle = decoder.register_forward_pre_hook(hook, with_kwargs=True)
     elif implementation != NAME:
-        hook.previous = _check_implementation(implementation)
+        hook.previous = check_implementation(implementation)
         remember_previous(decoder.config, hook.previous)
     try:
         decoder.config._attn_implementation = NAME
@@ -211,53 +215,6 @@ def _find_decoder(model: Any) -> Any:
             "through transformers' attention interface"
         )
     return decoder
-
-
-def _check_implementation(name: str | None) -> str:
-    name = name or "eager"
-    if name == NAME or any(part in name for part in _UNSUPPORTED_IMPLEMENTATIONS):
-        raise ValueError(
-            f'the model uses attn_implementation="{name}", whose inputs are prepared in a way of its own: call '
-            'model.set_attn_implementation("sdpa") first'
-        )
-    if name != "eager" and name not in ALL_ATTENTION_FUNCTIONS:
-        raise ValueError(f'attn_implementation="{name}" is not registered with transformers')
-    return name
-
-
-def _check_config(config: Any) -> None:
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
-        raise ValueError("the model's attention is bidirectional: a compressed cache serves causal attention only")
-    if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None):
-        raise ValueError("the model has layers that share a cache, which is not supported")
-    others = sorted({str(t) for t in getattr(config, "layer_types", None) or ()} - set(_LAYER_TYPES))
-    if others:
-        raise ValueError(f"the model has layers of type {', '.join(others)}, supported are {', '.join(_LAYER_TYPES)}")
-
-
-def _check_weights(decoder: nn.Module) -> None:
-    """The weights are here, whole."""
-    for name, parameter in decoder.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(
-                f"the model's weights must be on a device, but {name} is on the meta device: it is offloaded (by "
-                "accelerate, to the CPU or a disk), or was never loaded. Load the model onto one device"
-            )
-        if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
-            raise ValueError(
-                f"the model's weights must be whole on every rank, but {name} is sharded (fully_shard or tensor "
-                "parallel): call compressed_cache before sharding, or on an unsharded model"
-            )
-
-
-def _standard_layers(config: Any) -> list[Any]:
-    layers = _versions.standard_layers(config)
-    for index, layer in enumerate(layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise ValueError(f"layer {index} needs a {type(layer).__name__}, which a compressed cache has not")
-    if all(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers):
-        raise ValueError("the model has sliding-window layers only: their cache is bounded already")
-    return layers
 
 
 def _fingerprint(decoder: nn.Module) -> int:
@@ -306,7 +263,7 @@ class _Examination(ForwardedCache):
 
 def _examine(decoder: Any, hook: CacheHook) -> ModelSpec:
     config, name = decoder.config, type(decoder).__name__
-    standard = _standard_layers(config)
+    standard = standard_layers(config)
     low_rank = any(isinstance(module, LowRankAttention) for module in decoder.modules())
     found = None if low_rank else find_rotary(decoder)
     last = min(1000, getattr(config, "max_position_embeddings", None) or 1000) - 1
@@ -358,18 +315,19 @@ def _examine(decoder: Any, hook: CacheHook) -> ModelSpec:
 
 def _run(decoder: Any, hook: CacheHook, cache: _Examination, positions: Tensor) -> None:
     """A forward pass over tokens that differ in their position only, with the model in evaluation mode."""
-    embedding = decoder.get_input_embeddings().weight
+    table = decoder.get_input_embeddings()
+    embedding, device = table.weight, device_of(table)
     generator = torch.Generator("cpu").manual_seed(0)
     embeds = torch.randn(1, 1, decoder.config.hidden_size, generator=generator, device="cpu")
     dtype = embedding.dtype if embedding.is_floating_point() else torch.get_default_dtype()
-    embeds = embeds.expand(-1, positions.shape[1], -1).to(embedding.device, dtype)
+    embeds = embeds.expand(-1, positions.shape[1], -1).to(device, dtype)
     training = [module for module in decoder.modules() if module.training]
     decoder.eval()
     try:
         with torch.no_grad():
             decoder(
                 inputs_embeds=embeds,
-                position_ids=positions.to(embedding.device),
+                position_ids=positions.to(device),
                 use_cache=True,
                 **{hook.argument: cache},
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ def find_rotary(decoder: nn.Module) -> tuple[Tensor, float] | str | None:
     if not found:
         return None
     inv_freq, factor, _ = found[0]
+    _check_there(frequencies for frequencies, _, _ in found)
     for _, _, kind in found:
         if kind not in FIXED_ROPE_TYPES:
             raise ValueError(
@@ -40,6 +42,14 @@ def find_rotary(decoder: nn.Module) -> tuple[Tensor, float] | str | None:
         if other[1:] != found[0][1:] or not torch.equal(other[0].cpu(), inv_freq.cpu()):
             return f"{name} has several rotary embeddings, which differ from each other"
     return inv_freq, factor
+
+
+def _check_there(frequencies: Iterable[Tensor]) -> None:
+    if any(table.is_meta for table in frequencies):
+        raise ValueError(
+            "the model's rotary frequencies must be on a device, got them on the meta device: they were never loaded, "
+            "or offloaded with the weights (offload_buffers=True of accelerate; leave that False)"
+        )
 
 
 def _read(module: Any) -> tuple[Tensor, float, str] | None:
@@ -113,6 +123,7 @@ def low_rank_rotary(calls: list[dict[str, Any]]) -> tuple[Rotary | None, str]:
     """The rotation of the rope key in the cached latents, or None and why there is none."""
     rotations = [call["module"].latent_rotary() for call in calls]
     first = rotations[0]
+    _check_there(rotation.inv_freq for rotation in rotations)
     for other in rotations[1:]:
         if other.extra_repr() != first.extra_repr() or not torch.equal(other.inv_freq.cpu(), first.inv_freq.cpu()):
             return None, (

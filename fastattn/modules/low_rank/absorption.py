@@ -29,12 +29,17 @@ def absorbs(queries: int, rank: int, nope_dim: int, value_dim: int) -> bool:
     return queries * (2 * rank - nope_dim - value_dim) <= rank * (nope_dim + value_dim)
 
 
+_STORED_AS_NUMBERS = (nn.Parameter, Tensor)  # other classes of tensors may stand for numbers that no view can show
+
+
 def is_plain_linear(projection: nn.Module) -> bool:
-    """Whether calling ``projection`` does nothing but multiply by a floating-point ``projection.weight``."""
+    """Whether calling ``projection`` does nothing but multiply by the floating-point numbers in its ``weight``."""
     if not isinstance(projection, nn.Linear) or type(projection).forward is not nn.Linear.forward:
         return False
     hooked = projection._forward_hooks or projection._forward_pre_hooks or "forward" in projection.__dict__
-    return not hooked and projection.bias is None and projection.weight.is_floating_point()
+    if hooked or projection.bias is not None:
+        return False
+    return type(projection.weight) in _STORED_AS_NUMBERS and projection.weight.is_floating_point()
 
 
 class UpProjection:
@@ -99,10 +104,11 @@ def _weight_of(projection: nn.Module, rank: int, like: Tensor) -> Tensor:
     """The matrix ``[H (dn + dv), R]`` that ``projection`` applies now, in ``like``'s dtype.
 
     A plain linear layer (parametrized or not) gives a view of its weight. Anything else, such as an adapter around it,
-    a quantized layer or a layer with hooks, is asked for its image of the unit vectors, so that nothing it does to its
-    input is bypassed.
+    a quantized layer or weight, or a layer with hooks, is asked for its image of the unit vectors, so that nothing it
+    does to its input is bypassed.
     """
-    if getattr(projection, "bias", None) is not None:
+    bias = getattr(projection, "bias", None)
+    if (bias() if callable(bias) else bias) is not None:  # a method of torch's own quantized layers
         raise ValueError(
             f"kv_b_proj must have no bias to be absorbed into queries and outputs, got a {type(projection).__name__} "
             "with one"
