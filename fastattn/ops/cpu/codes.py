@@ -9,6 +9,8 @@ from fastattn.ops import _formats
 from fastattn.ops._features import Features, add_sinks
 from fastattn.ops._outputs import accumulator_dtype, empty_out_and_lse
 from fastattn.ops.cpu import _blocks
+from fastattn.ops.cpu.decode import NATIVE_QUERIES
+from fastattn.ops.cpu.native import operators
 
 _NUMBERS = 1 << 19  # of a block's keys: 2 MiB in float32
 
@@ -30,6 +32,39 @@ def decode_codes(
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`fastattn.ops.decode_attention`; the value is the first ``value_dim`` numbers of what its codes say."""
+    arguments = (query, key, value, key_scale, value_scale, lengths, scale, causal, value_dim)
+    native = operators()
+    if (
+        native
+        and query.shape[2] <= NATIVE_QUERIES
+        and query.dtype != torch.float64
+        and key_scale.dim() == 3
+        and key.stride(3) == value.stride(3) == 1
+        and not Features(window, softcap, None, alibi_slopes).by_score
+    ):
+        out, lse = native.decode_codes(*arguments)
+    else:
+        out, lse = _block_by_block(*arguments, window, softcap, alibi_slopes, positions)
+    if sinks is not None:
+        add_sinks(out, lse, sinks)
+    return out, lse
+
+
+def _block_by_block(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scale: Tensor,
+    value_scale: Tensor,
+    lengths: Tensor,
+    scale: float,
+    causal: bool,
+    value_dim: int,
+    window: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     out, lse = empty_out_and_lse(query, value_dim)
     kv_heads, capacity = key.shape[1:3]
     wide = accumulator_dtype(query.dtype)
@@ -71,8 +106,6 @@ def decode_codes(
     sums = _formats.hadamard(sums)[..., :value_dim] if transformed else sums
     out.copy_(sums.flatten(1, 2))
     lse.copy_((top + total.log()).masked_fill(nothing, float("-inf")).flatten(1, 2))
-    if sinks is not None:
-        add_sinks(out, lse, sinks)
     return out, lse
 
 

@@ -93,6 +93,28 @@ def test_tiles_of_queries_and_columns(rows: tuple[int, int], dims: tuple[int, in
         check(query, key, value, torch.tensor([[197, 130]], dtype=INT), causal=True, scale=0.5 * dims[0] ** -0.5)
 
 
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.parametrize("rows", [(3, 3), (8, 16)])
+def test_codes_in_blocks_tiles_and_threads(storage: str, rows: tuple[int, int], threads: int) -> None:
+    """Rests of tiles, vectors and blocks, and rows cut between threads, of codes and their scales."""
+    for dims in ((64, 48), (33, 31)):
+        query, key, value = inputs(torch.float32, 2, 2, *rows, 197, dims)
+        lengths = torch.tensor([[197, 64], [0, 131]], dtype=INT)
+        (codes, scale), (value_codes, value_scale) = ops.quantize(key, storage), ops.quantize(value, storage)
+        exact_key, exact_value = ops.dequantize(codes, scale), ops.dequantize(value_codes, value_scale)
+        beyond = torch.arange(197) >= lengths[..., None]
+        scales = (scale.masked_fill(beyond, float("nan")), value_scale.masked_fill(beyond, float("nan")))
+        out, lse = native.operators().decode_codes(query, codes, value_codes, *scales, lengths, 0.2, True, dims[1])
+        exact, exact_lse = reference.decode_attention(
+            query.double(), exact_key.double(), exact_value.double(), lengths, scale=0.2, return_lse=True
+        )
+        visible = plain.visible_in_cache(rows[1], 197, lengths, True, rows[0])
+        ways = plain.attention_in_three_ways(query, exact_key, exact_value, visible, 0.2)
+        assert_within_budget(out, exact, [way for way, _ in ways], "out")
+        norms = [t.double().norm(dim=-1).max().item() for t in (query, exact_key)]
+        assert_lse(lse, exact_lse, torch.float32, 0.2 * norms[0] * norms[1])
+
+
 @pytest.mark.parametrize("layout", draw.LAYOUTS)
 @pytest.mark.parametrize("queries", [1, 4])
 def test_strides(layout: str, queries: int) -> None:
@@ -153,9 +175,11 @@ def calls() -> dict[str, tuple[Any, ...]]:
     key, value, positions, lengths = _stored()
     query = draw.normal(2, 4, 2, 4, seed=3)
     appended = (draw.normal(2, 2, 1, 4, seed=4), draw.normal(2, 2, 1, 3, seed=5), torch.tensor([[7], [-1]], dtype=INT))
+    codes, scale = ops.quantize(key, "int8")
     return {
         "decode_attention": (query, key, value, lengths, 0.3, True),
         "latent_decode": (query, query[..., :2], draw.normal(2, 9, 6, seed=6), lengths[:, 0].contiguous(), 0.3, True),
+        "decode_codes": (query, codes, codes, scale, scale, lengths, 0.3, True, 4),
         "merge_attention": ([query, query], [query[..., 0], query[..., 1]]),
         "cache_append_": (key, value, positions, lengths, *appended),
         "cache_compact_": (key, value, positions, lengths, draw.normal(2, 2, 9, seed=7), 3, 0),
@@ -178,7 +202,7 @@ def test_narrower_vectors() -> None:
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("this processor has no other kind of vectors")
     # Without the rows that plain PyTorch, held back like this on a processor with tiles, has no kernel for.
-    chosen = "(rows_cut or tiles or strides or blocks or cancel) and not rows10 and not rows11"
+    chosen = "(rows_cut or tiles or codes or strides or blocks or cancel) and not rows10 and not rows11"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", str(Path(__file__)), "-k", chosen]
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "FASTATTN_NATIVE": "require", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)

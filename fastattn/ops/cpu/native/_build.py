@@ -28,6 +28,7 @@ import torch
 OPERATORS = (
     "decode_attention",
     "latent_decode",
+    "decode_codes",
     "merge_attention",
     "cache_append_",
     "cache_compact_",

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "block_products.h"
+#include "codes.h"
 #include "tiles.h"
 
 namespace fastattn {
@@ -22,9 +23,13 @@ struct QueryPart {
   int64_t width;
 };
 
+// What queries and results of a cache of T are in.
+template <typename T>
+using Outer = std::conditional_t<kIsCode<T>, float, T>;
+
 template <typename T>
 struct Problem {
-  QueryPart<T> parts[2];
+  QueryPart<Outer<T>> parts[2];
   int64_t heads, kv_heads, queries;
   const T* key;
   int64_t key_batch, key_head, key_slot, dim;
@@ -33,8 +38,9 @@ struct Problem {
   std::vector<int64_t> lengths; // [batch * kv_heads], within the capacity
   double scale;
   bool causal;
-  T* out; // [batch, heads, queries, value_dim]
+  Outer<T>* out; // [batch, heads, queries, value_dim]
   Wide<T>* lse; // [batch, heads, queries]
+  Scales key_scale{}, value_scale{}; // of codes
 };
 
 // The state of up to kMaxRows queries that attend to the slots of one row and head.
@@ -83,7 +89,7 @@ class Attending {
       const int64_t head = first_head + (begin + m) / p.queries, token = (begin + m) % p.queries;
       Query* row = query_ + m * query_row_;
       for (const auto& part : p.parts) {
-        const T* source = part.data + batch * part.batch + head * part.head + token * part.token;
+        const auto* source = part.data + batch * part.batch + head * part.head + token * part.token;
         for (int64_t d = 0; d < part.width; ++d) {
           *row++ = static_cast<Query>(source[d * part.column]);
         }
@@ -129,10 +135,22 @@ class Attending {
             query_ + m * query_row_, query_row_, key + n * p.key_slot, p.key_slot, slots, p.dim, scores_ + m * kBlock,
             m == 0 && value != key ? value + n * p.value_slot : nullptr, p.value_slot, p.value_dim);
       });
+      A key_scales[kBlock], value_scales[kBlock]; // of codes
+      if constexpr (kIsCode<T>) {
+        p.key_scale.copy(batch, head, n, slots, T::kUnit, key_scales, kBlock);
+        p.value_scale.copy(batch, head, n, slots, T::kUnit, value_scales, kBlock);
+      }
       for (int64_t m = 0; m < rows_; ++m) {
+        A* scores = scores_ + m * kBlock;
+        if constexpr (kIsCode<T>) {
+          multiply_by(scores, key_scales, kBlock);
+        }
         softmax_row<A>(
-            scores_ + m * kBlock, std::min(slots, length - unseen(m) - n), static_cast<A>(p.scale), largest_[m],
-            total_[m], sums_ + m * sums_row_, sums_row_);
+            scores, std::min(slots, length - unseen(m) - n), static_cast<A>(p.scale), largest_[m], total_[m],
+            sums_ + m * sums_row_, sums_row_);
+        if constexpr (kIsCode<T>) {
+          multiply_by(scores, value_scales, kBlock);
+        }
       }
       weigh<T>(
           scores_, rows_, value + n * p.value_slot, p.value_slot, slots, p.value_dim, sums_, sums_row_,
@@ -171,12 +189,12 @@ class Attending {
     const int64_t first = at_ * (p.heads / p.kv_heads) * p.queries + begin_;
     for (int64_t m = 0; m < rows_; ++m) {
       const A share = total_[m] == A(0) ? A(0) : A(1) / total_[m];
-      T* out = p.out + (first + m) * p.value_dim;
+      Outer<T>* out = p.out + (first + m) * p.value_dim;
       const A* sums = sums_ + m * sums_row_;
       constexpr int64_t kNumbers = Widen<T>::kNumbers;
       for (int64_t c = 0; c < p.value_dim; ++c) {
         const int64_t at = by_products_ ? c : c / kNumbers * kNumbers + Widen<T>::lane(c % kNumbers);
-        out[c] = static_cast<T>(sums[at] * share);
+        out[c] = static_cast<Outer<T>>(sums[at] * share);
       }
       p.lse[first + m] = total_[m] == A(0) ? -std::numeric_limits<A>::infinity() : largest_[m] + std::log(total_[m]);
     }

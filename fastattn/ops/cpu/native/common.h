@@ -53,11 +53,17 @@ inline int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
+// Codes of a quantised cache (codes.h): `widen` turns one vector's worth into numbers.
+template <typename T>
+constexpr bool kIsCode = requires(const T* data) { T::widen(data); };
+
 // One vector's worth of numbers, widened.
 template <typename T>
 inline Vec<T> load_wide(const T* data) {
   if constexpr (std::is_same_v<T, Wide<T>>) {
     return Vec<T>::loadu(data);
+  } else if constexpr (kIsCode<T>) {
+    return T::widen(data);
   } else {
     Vectorized<float> out;
     at::vec::load_to_float<T>(data, out);

@@ -70,6 +70,32 @@ std::tuple<Tensor, Tensor> latent_decode(
   return {out, lse};
 }
 
+Scales scales_of(const Tensor& scale) {
+  return {scale.const_data_ptr<float>(), scale.stride(0), scale.stride(1), scale.stride(2)};
+}
+
+// Attention over codes, in float: the value is the first `value_dim` numbers of what its codes say.
+std::tuple<Tensor, Tensor> decode_codes(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_scale, const Tensor& value_scale,
+    const Tensor& lengths, double scale, bool causal, int64_t value_dim) {
+  TORCH_CHECK(key.stride(3) == 1 && value.stride(3) == 1, "key and value must have columns next to each other");
+  const Tensor wide = query.to(at::kFloat);
+  Tensor out = at::empty({query.size(0), query.size(1), query.size(2), value_dim}, wide.options());
+  Tensor lse = empty_lse(wide);
+  const auto run = [&](auto code) {
+    using T = decltype(code);
+    const auto *keys = static_cast<const T*>(key.const_data_ptr()), *values = static_cast<const T*>(value.const_data_ptr());
+    attend<T>(
+        {{query_part<float>(wide), {nullptr, 0, 0, 0, 0, 0}}, query.size(1), key.size(1), query.size(2),
+         keys, key.stride(0), key.stride(1), key.stride(2), key.size(3),
+         values, value.stride(0), value.stride(1), value.stride(2), value_dim,
+         clamped(lengths, key.size(2)), scale, causal,
+         out.data_ptr<float>(), lse.data_ptr<float>(), scales_of(key_scale), scales_of(value_scale)});
+  };
+  key.scalar_type() == at::kChar ? run(Int8{}) : run(E4m3{});
+  return {out.to(query.scalar_type()), lse};
+}
+
 void cache_append_(
     const Tensor& key_cache, const Tensor& value_cache, const Tensor& positions, const Tensor& lengths,
     const Tensor& key, const Tensor& value, const Tensor& position) {
@@ -155,6 +181,9 @@ TORCH_LIBRARY(fastattn_native, m) {
       "latent_decode(Tensor query_latent, Tensor query_rope, Tensor cache, Tensor lengths, float scale, bool causal)"
       " -> (Tensor, Tensor)");
   m.def(
+      "decode_codes(Tensor query, Tensor key, Tensor value, Tensor key_scale, Tensor value_scale, Tensor lengths,"
+      " float scale, bool causal, int value_dim) -> (Tensor, Tensor)");
+  m.def(
       "cache_append_(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) positions, Tensor(d!) lengths,"
       " Tensor key, Tensor value, Tensor position) -> ()");
   m.def(
@@ -168,6 +197,7 @@ TORCH_LIBRARY(fastattn_native, m) {
 TORCH_LIBRARY_IMPL(fastattn_native, CPU, m) {
   m.impl("decode_attention", decode_attention);
   m.impl("latent_decode", latent_decode);
+  m.impl("decode_codes", decode_codes);
   m.impl("merge_attention", merge_attention);
   m.impl("score_key_diff", score_key_diff);
   m.impl("score_knorm", score_knorm);
