@@ -38,8 +38,8 @@ def decode_codes(
         native
         and query.shape[2] <= NATIVE_QUERIES
         and query.dtype != torch.float64
-        and key_scale.dim() == 3
         and key.stride(3) == value.stride(3) == 1
+        and (key_scale.dim() == 3 or key_scale.stride(3) == value_scale.stride(3) == 1)
         and not Features(window, softcap, None, alibi_slopes).by_score
     ):
         out, lse = native.decode_codes(*arguments)

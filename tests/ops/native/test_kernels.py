@@ -93,26 +93,29 @@ def test_tiles_of_queries_and_columns(rows: tuple[int, int], dims: tuple[int, in
         check(query, key, value, torch.tensor([[197, 130]], dtype=INT), causal=True, scale=0.5 * dims[0] ** -0.5)
 
 
-@pytest.mark.parametrize("storage", ["int8", "fp8"])
-@pytest.mark.parametrize("rows", [(3, 3), (8, 16)])
+@pytest.mark.parametrize("storage", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("rows", [(3, 2), (8, 16)])
 def test_codes_in_blocks_tiles_and_threads(storage: str, rows: tuple[int, int], threads: int) -> None:
     """Rests of tiles, vectors and blocks, and rows cut between threads, of codes and their scales."""
-    for dims in ((64, 48), (33, 31)):
-        query, key, value = inputs(torch.float32, 2, 2, *rows, 197, dims)
+    for dtype, dims in ((torch.float32, (64, 96)), (torch.bfloat16, (64, 96)), (torch.float32, (33, 31))):
+        if storage == "int4" and dims[0] % 32:
+            continue
+        query, key, value = inputs(dtype, 2, 2, *rows, 197, dims)
         lengths = torch.tensor([[197, 64], [0, 131]], dtype=INT)
         (codes, scale), (value_codes, value_scale) = ops.quantize(key, storage), ops.quantize(value, storage)
-        exact_key, exact_value = ops.dequantize(codes, scale), ops.dequantize(value_codes, value_scale)
-        beyond = torch.arange(197) >= lengths[..., None]
+        wide = torch.float64
+        exact_key, exact_value = ops.dequantize(codes, scale, wide), ops.dequantize(value_codes, value_scale, wide)
+        beyond = (torch.arange(197) >= lengths[..., None]).view(*lengths.shape, 197, *[1] * (scale.dim() - 3))
         scales = (scale.masked_fill(beyond, float("nan")), value_scale.masked_fill(beyond, float("nan")))
         out, lse = native.operators().decode_codes(query, codes, value_codes, *scales, lengths, 0.2, True, dims[1])
         exact, exact_lse = reference.decode_attention(
-            query.double(), exact_key.double(), exact_value.double(), lengths, scale=0.2, return_lse=True
+            query.double(), exact_key, exact_value, lengths, scale=0.2, return_lse=True
         )
         visible = plain.visible_in_cache(rows[1], 197, lengths, True, rows[0])
-        ways = plain.attention_in_three_ways(query, exact_key, exact_value, visible, 0.2)
+        ways = plain.attention_in_three_ways(query, exact_key.to(dtype), exact_value.to(dtype), visible, 0.2)
         assert_within_budget(out, exact, [way for way, _ in ways], "out")
         norms = [t.double().norm(dim=-1).max().item() for t in (query, exact_key)]
-        assert_lse(lse, exact_lse, torch.float32, 0.2 * norms[0] * norms[1])
+        assert_lse(lse, exact_lse, dtype, 0.2 * norms[0] * norms[1])
 
 
 @pytest.mark.parametrize("layout", draw.LAYOUTS)

@@ -40,7 +40,9 @@ struct Problem {
   bool causal;
   Outer<T>* out; // [batch, heads, queries, value_dim]
   Wide<T>* lse; // [batch, heads, queries]
-  Scales key_scale{}, value_scale{}; // of codes
+  Scales key_scale{}, value_scale{}; // where T is a code
+  Coded coded_key{}, coded_value{}; // read in place of `key` and `value` where they have a format, T float or BFloat16
+  int64_t out_dim = value_dim; // columns of `out`: the first of the value's
 };
 
 // The state of up to kMaxRows queries that attend to the slots of one row and head.
@@ -58,6 +60,9 @@ class Attending {
         partial_stats_(partial_stats) {
     auto& scratch = Scratch::of_this_thread();
     size_t bytes = kMaxRows * (query_row_ * sizeof(Query) + (kBlock + sums_row_ + 2) * sizeof(A)) + 5 * 64;
+    if (coded()) {
+      bytes += kProductBlock * (numbers_row(problem.dim) + numbers_row(problem.value_dim)) * sizeof(T) + 2 * 64;
+    }
 #if defined(FASTATTN_DPBF16)
     if constexpr (kProducts) {
       bytes += BlockProducts::bytes(kMaxRows, problem.dim, problem.value_dim);
@@ -69,6 +74,10 @@ class Attending {
     sums_ = scratch.take<A>(kMaxRows * sums_row_);
     largest_ = scratch.take<A>(kMaxRows);
     total_ = scratch.take<A>(kMaxRows);
+    if (coded()) {
+      keys_ = scratch.take<T>(kProductBlock * numbers_row(problem.dim));
+      values_ = scratch.take<T>(kProductBlock * numbers_row(problem.value_dim));
+    }
 #if defined(FASTATTN_DPBF16)
     if constexpr (kProducts) {
       products_.emplace(scratch, kMaxRows, problem.dim, problem.value_dim);
@@ -95,6 +104,11 @@ class Attending {
         }
       }
       std::fill(row, query_ + (m + 1) * query_row_, Query(0));
+      if constexpr (std::is_same_v<T, float>) {
+        if (transformed()) {
+          hadamard(query_ + m * query_row_, p.dim);
+        }
+      }
     }
     const int64_t padded_rows = round_up(rows_, 16);
     std::fill_n(sums_, padded_rows * sums_row_, A(0));
@@ -112,16 +126,17 @@ class Attending {
 
   void attend(int64_t first, int64_t last) {
     const auto& p = problem_;
-    const int64_t batch = at_ / p.kv_heads, head = at_ % p.kv_heads, length = p.lengths[at_];
-    const T* key = p.key + batch * p.key_batch + head * p.key_head;
-    const T* value = p.value + batch * p.value_batch + head * p.value_head;
+    const int64_t length = p.lengths[at_];
 #if defined(FASTATTN_DPBF16)
     if constexpr (kProducts) {
       for (int64_t n = first; by_products_ && n < last; n += kProductBlock) {
+        const int64_t slots = std::min(kProductBlock, last - n);
+        const auto block = numbers(n, slots);
         products_->attend(
-            key + n * p.key_slot, p.key_slot, value + n * p.value_slot, p.value_slot, std::min(kProductBlock, last - n),
-            static_cast<float>(p.scale), [&](int64_t m) { return length - unseen(m) - n; }, largest_, total_, sums_,
-            n + 2 * kProductBlock <= last ? key + (n + kProductBlock) * p.key_slot : nullptr, p.key_slot);
+            block.key, block.key_slot, block.value, block.value_slot, slots, static_cast<float>(p.scale),
+            [&](int64_t m) { return length - unseen(m) - n; }, block.key_factors, block.value_factors, largest_, total_,
+            sums_, block.key_ahead && n + 2 * kProductBlock <= last ? block.key + kProductBlock * p.key_slot : nullptr,
+            p.key_slot);
       }
       if (by_products_) {
         return;
@@ -130,31 +145,27 @@ class Attending {
 #endif
     for (int64_t n = first; n < last; n += kBlock) {
       const int64_t slots = std::min(kBlock, last - n);
+      const auto block = numbers(n, slots);
       in_tiles<kDotRows>(rows_, [&](auto rows, int64_t m) {
         dot_rows<T, rows>(
-            query_ + m * query_row_, query_row_, key + n * p.key_slot, p.key_slot, slots, p.dim, scores_ + m * kBlock,
-            m == 0 && value != key ? value + n * p.value_slot : nullptr, p.value_slot, p.value_dim);
+            query_ + m * query_row_, query_row_, block.key, block.key_slot, slots, p.dim, scores_ + m * kBlock,
+            m == 0 && block.value_ahead ? block.value : nullptr, block.value_slot, p.value_dim);
       });
-      A key_scales[kBlock], value_scales[kBlock]; // of codes
-      if constexpr (kIsCode<T>) {
-        p.key_scale.copy(batch, head, n, slots, T::kUnit, key_scales, kBlock);
-        p.value_scale.copy(batch, head, n, slots, T::kUnit, value_scales, kBlock);
-      }
       for (int64_t m = 0; m < rows_; ++m) {
         A* scores = scores_ + m * kBlock;
-        if constexpr (kIsCode<T>) {
-          multiply_by(scores, key_scales, kBlock);
+        if (block.key_factors) {
+          multiply_by(scores, block.key_factors, kBlock);
         }
         softmax_row<A>(
             scores, std::min(slots, length - unseen(m) - n), static_cast<A>(p.scale), largest_[m], total_[m],
             sums_ + m * sums_row_, sums_row_);
-        if constexpr (kIsCode<T>) {
-          multiply_by(scores, value_scales, kBlock);
+        if (block.value_factors) {
+          multiply_by(scores, block.value_factors, kBlock);
         }
       }
       weigh<T>(
-          scores_, rows_, value + n * p.value_slot, p.value_slot, slots, p.value_dim, sums_, sums_row_,
-          n + 2 * kBlock <= last ? key + (n + kBlock) * p.key_slot : nullptr, p.key_slot);
+          scores_, rows_, block.value, block.value_slot, slots, p.value_dim, sums_, sums_row_,
+          block.key_ahead && n + 2 * kBlock <= last ? block.key + kBlock * p.key_slot : nullptr, p.key_slot);
     }
   }
 
@@ -189,10 +200,15 @@ class Attending {
     const int64_t first = at_ * (p.heads / p.kv_heads) * p.queries + begin_;
     for (int64_t m = 0; m < rows_; ++m) {
       const A share = total_[m] == A(0) ? A(0) : A(1) / total_[m];
-      Outer<T>* out = p.out + (first + m) * p.value_dim;
-      const A* sums = sums_ + m * sums_row_;
+      Outer<T>* out = p.out + (first + m) * p.out_dim;
+      A* sums = sums_ + m * sums_row_;
+      if constexpr (std::is_same_v<T, float>) {
+        if (transformed()) {
+          hadamard(sums, p.value_dim);
+        }
+      }
       constexpr int64_t kNumbers = Widen<T>::kNumbers;
-      for (int64_t c = 0; c < p.value_dim; ++c) {
+      for (int64_t c = 0; c < p.out_dim; ++c) {
         const int64_t at = by_products_ ? c : c / kNumbers * kNumbers + Widen<T>::lane(c % kNumbers);
         out[c] = static_cast<Outer<T>>(sums[at] * share);
       }
@@ -202,6 +218,54 @@ class Attending {
 
  private:
   static constexpr bool kProducts = std::is_same_v<T, BFloat16>;
+
+  // A block of slots: where its numbers lie, what their scores and weights are to be multiplied by (null for 1), and
+  // whether the values of it, and the keys of the next, lie there to be asked for.
+  struct Block {
+    const T* key;
+    int64_t key_slot;
+    const T* value;
+    int64_t value_slot;
+    const A *key_factors, *value_factors;
+    bool value_ahead, key_ahead;
+  };
+
+  Block numbers(int64_t n, int64_t slots) {
+    const auto& p = problem_;
+    const int64_t batch = at_ / p.kv_heads, head = at_ % p.kv_heads;
+    if constexpr (std::is_same_v<T, float> || std::is_same_v<T, BFloat16>) {
+      if (coded()) {
+        const bool same = p.coded_key.same(p.coded_value) && p.value_dim <= p.dim;
+        const int64_t row = numbers_row(p.dim), value_row = same ? row : numbers_row(p.value_dim);
+        p.coded_key.read(batch, head, n, slots, p.dim, keys_, row, key_factors_, kProductBlock);
+        if (!same) {
+          p.coded_value.read(batch, head, n, slots, p.value_dim, values_, value_row, value_factors_, kProductBlock);
+        }
+        return {keys_, row, same ? keys_ : values_, value_row, key_factors_, same ? key_factors_ : value_factors_,
+                false, false};
+      }
+    }
+    const T* key = p.key + batch * p.key_batch + head * p.key_head + n * p.key_slot;
+    const T* value = p.value + batch * p.value_batch + head * p.value_head + n * p.value_slot;
+    if constexpr (kIsCode<T>) {
+      p.key_scale.copy(batch, head, n, slots, T::kUnit, key_factors_, kBlock);
+      p.value_scale.copy(batch, head, n, slots, T::kUnit, value_factors_, kBlock);
+      return {key, p.key_slot, value, p.value_slot, key_factors_, value_factors_, value != key, true};
+    }
+    return {key, p.key_slot, value, p.value_slot, nullptr, nullptr, value != key, true};
+  }
+
+  bool coded() const {
+    return problem_.coded_key.format != Format::kNone;
+  }
+
+  bool transformed() const {
+    return problem_.coded_key.format == Format::kInt4;
+  }
+
+  static int64_t numbers_row(int64_t dim) {
+    return round_up(dim, 32);
+  }
 
   // The newest slots, which query row m does not see.
   int64_t unseen(int64_t m) const {
@@ -213,6 +277,8 @@ class Attending {
   A *partial_sums_, *partial_stats_;
   Query* query_;
   A *scores_, *sums_, *largest_, *total_;
+  T *keys_ = nullptr, *values_ = nullptr;
+  A key_factors_[kProductBlock], value_factors_[kProductBlock]; // of codes
   int64_t at_ = 0, begin_ = 0, rows_ = 0;
   bool by_products_ = false;
 #if defined(FASTATTN_DPBF16)

@@ -46,20 +46,25 @@ class BlockProducts {
     }
   }
 
+  // `key_factors`, `value_factors`: what scores and weights are multiplied by, slot by slot; null for 1.
   // `ahead`: the keys of a whole block that comes next, or none.
   // `largest`, `total` and the rows of `sums` are of round_up(rows, 16) queries. Query m sees `seen(m)` of the slots.
   template <typename Seen>
   void attend(
       const BFloat16* key, int64_t key_slot, const BFloat16* value, int64_t value_slot, int64_t slots, float scale,
-      const Seen& seen, float* largest, float* total, float* sums, const BFloat16* ahead, int64_t ahead_slot) {
+      const Seen& seen, const float* key_factors, const float* value_factors, float* largest, float* total, float* sums,
+      const BFloat16* ahead, int64_t ahead_slot) {
     const int64_t padded = round_up(slots, 32);
     if (padded != slots) { // what follows in memory is not to be read
       key = copy(key, key_slot, slots, padded, dim_, keys_), key_slot = dim_;
       value = copy(value, value_slot, slots, padded, value_dim_, values_), value_slot = value_dim_;
     }
     multiply({key, key_slot, query_, scores_, padded, columns_, dim_, false});
-    for (int64_t i = 0; i < padded * columns_; i += 16) {
-      _mm512_storeu_ps(scores_ + i, _mm512_mul_ps(_mm512_loadu_ps(scores_ + i), _mm512_set1_ps(scale)));
+    for (int64_t n = 0; n < padded; ++n) {
+      const __m512 factor = _mm512_set1_ps(key_factors ? key_factors[n] * scale : scale);
+      for (float *score = scores_ + n * columns_, *end = score + columns_; score != end; score += 16) {
+        _mm512_storeu_ps(score, _mm512_mul_ps(_mm512_loadu_ps(score), factor));
+      }
     }
     for (int64_t m = 0; m < columns_; ++m) {
       for (int64_t n = std::clamp<int64_t>(m < rows_ ? seen(m) : slots, 0, slots); n < padded; ++n) {
@@ -67,7 +72,8 @@ class BlockProducts {
       }
     }
     for (int64_t m = 0; m < columns_; m += 16) {
-      softmax(m, padded, largest + m, total + m);
+      value_factors ? softmax<true>(m, padded, largest + m, total + m, value_factors)
+                    : softmax<false>(m, padded, largest + m, total + m, nullptr);
     }
     for (int64_t m = 0; m < rows_; ++m) {
       if (shrink_[m] != 1.0f) { // also where it is NaN
@@ -98,7 +104,8 @@ class BlockProducts {
   }
 
   // Scores of 16 queries to weights, a row of them for each query.
-  void softmax(int64_t m, int64_t slots, float* largest, float* total) {
+  template <bool kFactors>
+  void softmax(int64_t m, int64_t slots, float* largest, float* total, const float* factors) {
     using V = Vectorized<float>;
     const float* scores = scores_ + m;
     const V none(-std::numeric_limits<float>::infinity()), before = V::loadu(largest);
@@ -113,9 +120,12 @@ class BlockProducts {
     for (int64_t n = 0; n < slots; n += 32) {
       __m512i pairs[16];
       for (int i = 0; i < 16; ++i) {
-        const V first = (V::loadu(scores + (n + 2 * i) * columns_) - origin).exp_u20();
-        const V second = (V::loadu(scores + (n + 2 * i + 1) * columns_) - origin).exp_u20();
+        V first = (V::loadu(scores + (n + 2 * i) * columns_) - origin).exp_u20();
+        V second = (V::loadu(scores + (n + 2 * i + 1) * columns_) - origin).exp_u20();
         sum = sum + (first + second);
+        if constexpr (kFactors) {
+          first = first * V(factors[n + 2 * i]), second = second * V(factors[n + 2 * i + 1]);
+        }
         pairs[i] = _mm512_or_si512(
             _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(first)),
             _mm512_and_si512(half, _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(second)), 16)));

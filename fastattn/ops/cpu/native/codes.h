@@ -23,8 +23,9 @@ struct Scales {
   }
 };
 
-inline void multiply_by(float* numbers, const float* factors, int64_t count) {
-  using V = Vectorized<float>;
+template <typename A>
+inline void multiply_by(A* numbers, const A* factors, int64_t count) {
+  using V = Vectorized<A>;
   for (int64_t n = 0; n < count; n += V::size()) {
     (V::loadu(numbers + n) * V::loadu(factors + n)).store(numbers + n);
   }
@@ -94,5 +95,121 @@ struct E4m3 {
 };
 
 inline const std::array<float, 256> E4m3::kNumbers = E4m3::numbers();
+
+// Groups of 32 codes of 4 bits in 16 bytes, low halves first, each plus 8; a scale of float16 for each group.
+constexpr int64_t kGroup = 32;
+
+inline void widen_group(const uint8_t* codes, float scale, float* out) {
+#if defined(FASTATTN_AVX512)
+  const __m512 steps = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
+  const __m512 numbers = _mm512_mul_ps(steps, _mm512_set1_ps(scale));
+  const __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+  _mm512_storeu_ps(out, _mm512_permutexvar_ps(pairs, numbers)); // which looks at the lowest 4 bits
+  _mm512_storeu_ps(out + 16, _mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), numbers));
+#elif defined(FASTATTN_AVX2)
+  const auto store = [scale](float* place, __m256i code) {
+    const __m256 number = _mm256_cvtepi32_ps(_mm256_sub_epi32(code, _mm256_set1_epi32(8)));
+    _mm256_storeu_ps(place, _mm256_mul_ps(number, _mm256_set1_ps(scale)));
+  };
+  for (int64_t i = 0; i < kGroup / 2; i += 8) {
+    const __m256i pairs = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
+    store(out + i, _mm256_and_si256(pairs, _mm256_set1_epi32(15)));
+    store(out + kGroup / 2 + i, _mm256_srli_epi32(pairs, 4));
+  }
+#else
+  for (int64_t i = 0; i < kGroup / 2; ++i) {
+    out[i] = scale * float(int(codes[i] & 15) - 8);
+    out[kGroup / 2 + i] = scale * float(int(codes[i] >> 4) - 8);
+  }
+#endif
+}
+
+// The normalized Hadamard transform of blocks of the largest power of two that divides `dim`, in place.
+inline void hadamard(float* numbers, int64_t dim) {
+  const int64_t block = dim & -dim;
+  for (int64_t half = 1; half < block; half *= 2) {
+    for (int64_t i = 0; i < dim; i += 2 * half) {
+      for (int64_t j = i; j < i + half; ++j) {
+        const float first = numbers[j], second = numbers[j + half];
+        numbers[j] = first + second, numbers[j + half] = first - second;
+      }
+    }
+  }
+  const float norm = 1 / std::sqrt(float(block));
+  for (int64_t i = 0; i < dim; ++i) {
+    numbers[i] *= norm;
+  }
+}
+
+enum class Format { kNone, kInt8, kE4m3, kInt4 };
+
+// Keys or values of a quantised cache, read a block of slots at a time: for many queries, so that a code is widened
+// once, and for int4, whose scales lie within a row.
+struct Coded {
+  Format format = Format::kNone;
+  const uint8_t* data = nullptr;
+  int64_t batch = 0, head = 0, slot = 0; // strides in bytes
+  Scales scale{}; // of int8 and e4m3
+  const Half* group_scale = nullptr; // of int4: a row's groups lie next to each other
+  int64_t group_batch = 0, group_head = 0, group_slot = 0;
+
+  bool same(const Coded& other) const {
+    return data == other.data && slot == other.slot && scale.data == other.scale.data &&
+        group_scale == other.group_scale;
+  }
+
+  // The first `dim` numbers of slots [first, first + count) but for `factors`, one for each slot up to `size`.
+  template <typename T>
+  void read(
+      int64_t b, int64_t h, int64_t first, int64_t count, int64_t dim, T* out, int64_t row, float* factors,
+      int64_t size) const {
+    const uint8_t* codes = data + b * batch + h * head + first * slot;
+    if (format == Format::kInt4) {
+      if constexpr (std::is_same_v<T, float>) {
+        const Half* scales = group_scale + b * group_batch + h * group_head + first * group_slot;
+        for (int64_t n = 0; n < count; ++n) {
+          for (int64_t g = 0; g < dim / kGroup; ++g) {
+            widen_group(codes + n * slot + g * kGroup / 2, scales[n * group_slot + g], out + n * row + g * kGroup);
+          }
+        }
+      }
+      std::fill_n(factors, size, 1.0f);
+    } else if (format == Format::kInt8) {
+      rows(reinterpret_cast<const Int8*>(codes), count, dim, out, row);
+      scale.copy(b, h, first, count, Int8::kUnit, factors, size);
+    } else {
+      rows(reinterpret_cast<const E4m3*>(codes), count, dim, out, row);
+      scale.copy(b, h, first, count, E4m3::kUnit, factors, size);
+    }
+  }
+
+ private:
+  // `row`, the columns of `out`, is a multiple of 32: what lies beyond `dim` is zero.
+  template <typename Code, typename T>
+  void rows(const Code* codes, int64_t count, int64_t dim, T* out, int64_t row) const {
+    constexpr int64_t kLanes = Vectorized<float>::size();
+    const auto load = [dim](const Code* data, int64_t d) {
+      return d + kLanes <= dim ? load_wide(data + d) : load_wide(data + d, std::max<int64_t>(dim - d, 0));
+    };
+    for (int64_t n = 0; n < count; ++n) {
+      const Code* code = codes + n * slot;
+      T* numbers = out + n * row;
+      if constexpr (std::is_same_v<T, float>) {
+        for (int64_t d = 0; d < dim; d += kLanes) {
+          load(code, d).store(numbers + d);
+        }
+      } else {
+        for (int64_t d = 0; d < dim; d += 2 * kLanes) {
+#if defined(FASTATTN_DPBF16)
+          _mm512_storeu_si512(
+              numbers + d, (__m512i)_mm512_cvtne2ps_pbh(load(code, d + kLanes), load(code, d)));
+#else
+          at::vec::convert_from_float<T>(load(code, d), load(code, d + kLanes)).store(numbers + d);
+#endif
+        }
+      }
+    }
+  }
+};
 
 } // namespace fastattn

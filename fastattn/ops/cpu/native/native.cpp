@@ -74,25 +74,64 @@ Scales scales_of(const Tensor& scale) {
   return {scale.const_data_ptr<float>(), scale.stride(0), scale.stride(1), scale.stride(2)};
 }
 
-// Attention over codes, in float: the value is the first `value_dim` numbers of what its codes say.
+Coded coded(const Tensor& codes, const Tensor& scale) {
+  Coded out{
+      Format::kInt4, static_cast<const uint8_t*>(codes.const_data_ptr()), codes.stride(0), codes.stride(1),
+      codes.stride(2)};
+  if (scale.dim() == 4) {
+    out.group_scale = scale.const_data_ptr<Half>();
+    out.group_batch = scale.stride(0), out.group_head = scale.stride(1), out.group_slot = scale.stride(2);
+  } else {
+    out.format = codes.scalar_type() == at::kChar ? Format::kInt8 : Format::kE4m3;
+    out.scale = scales_of(scale);
+  }
+  return out;
+}
+
+// Attention over codes: the value is the first `value_dim` numbers of what its codes say. Codes become numbers in
+// registers for a few queries, a block of slots at a time for many, which share them; in bfloat16, which holds codes of
+// 8 bits exactly, for bfloat16 queries that are many enough for matrix products.
 std::tuple<Tensor, Tensor> decode_codes(
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_scale, const Tensor& value_scale,
     const Tensor& lengths, double scale, bool causal, int64_t value_dim) {
   TORCH_CHECK(key.stride(3) == 1 && value.stride(3) == 1, "key and value must have columns next to each other");
-  const Tensor wide = query.to(at::kFloat);
-  Tensor out = at::empty({query.size(0), query.size(1), query.size(2), value_dim}, wide.options());
-  Tensor lse = empty_lse(wide);
-  const auto run = [&](auto code) {
-    using T = decltype(code);
-    const auto *keys = static_cast<const T*>(key.const_data_ptr()), *values = static_cast<const T*>(value.const_data_ptr());
-    attend<T>(
-        {{query_part<float>(wide), {nullptr, 0, 0, 0, 0, 0}}, query.size(1), key.size(1), query.size(2),
-         keys, key.stride(0), key.stride(1), key.stride(2), key.size(3),
-         values, value.stride(0), value.stride(1), value.stride(2), value_dim,
-         clamped(lengths, key.size(2)), scale, causal,
-         out.data_ptr<float>(), lse.data_ptr<float>(), scales_of(key_scale), scales_of(value_scale)});
+  const bool groups = key_scale.dim() == 4;
+  TORCH_CHECK(
+      !groups || (key_scale.stride(3) == 1 && value_scale.stride(3) == 1),
+      "key_scale and value_scale must have columns next to each other");
+  const int64_t rows = std::min(query.size(1) / std::max<int64_t>(key.size(1), 1) * query.size(2), kMaxRows);
+  bool products = false;
+#if defined(FASTATTN_DPBF16)
+  products = !groups && query.scalar_type() == at::kBFloat16 && products_pay(rows, query.size(3), value_dim);
+#endif
+  const Tensor inputs = products ? query : query.to(at::kFloat);
+  Tensor out = at::empty({query.size(0), query.size(1), query.size(2), value_dim}, inputs.options());
+  Tensor lse = empty_lse(inputs);
+  const auto run = [&]<typename T>(const T* keys, const T* values) {
+    Problem<T> problem{
+        {query_part<Outer<T>>(inputs), {nullptr, 0, 0, 0, 0, 0}}, query.size(1), key.size(1), query.size(2),
+        keys, key.stride(0), key.stride(1), key.stride(2), query.size(3),
+        values, value.stride(0), value.stride(1), value.stride(2), groups ? 2 * value.size(3) : value_dim,
+        clamped(lengths, key.size(2)), scale, causal,
+        out.data_ptr<Outer<T>>(), lse.data_ptr<float>()};
+    problem.out_dim = value_dim;
+    if constexpr (kIsCode<T>) {
+      problem.key_scale = scales_of(key_scale), problem.value_scale = scales_of(value_scale);
+    } else {
+      problem.coded_key = coded(key, key_scale), problem.coded_value = coded(value, value_scale);
+    }
+    attend<T>(problem);
   };
-  key.scalar_type() == at::kChar ? run(Int8{}) : run(E4m3{});
+  const void *keys = key.const_data_ptr(), *values = value.const_data_ptr();
+  if (products) {
+    run(static_cast<const BFloat16*>(nullptr), static_cast<const BFloat16*>(nullptr));
+  } else if (groups || rows > 8) {
+    run(static_cast<const float*>(nullptr), static_cast<const float*>(nullptr));
+  } else if (key.scalar_type() == at::kChar) {
+    run(static_cast<const Int8*>(keys), static_cast<const Int8*>(values));
+  } else {
+    run(static_cast<const E4m3*>(keys), static_cast<const E4m3*>(values));
+  }
   return {out.to(query.scalar_type()), lse};
 }
 
