@@ -33,14 +33,16 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
 
-    def forward(self, x: Tensor, positions: Tensor, cache: fastattn.CompressedKVCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, cache: fastattn.CompressedKVCache | None, mask: Tensor | None
+    ) -> Tensor:
         heads = rearrange(self.qkv(x), "b t (h d) -> b h t d", d=HEAD_DIM)
         query, key, value = heads.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
         query, key = self.rotary.rotate(query, positions), self.rotary.rotate(key, positions)
         if cache is None:
             out = fastattn.ops.attention(query, key, value, causal=True)
         else:
-            out = cache.attend(self.layer, query, key, value)
+            out = cache.attend(self.layer, query, key, value, attention_mask=mask)
         return self.out(rearrange(out, "b h t d -> b t (h d)"))
 
 
@@ -51,8 +53,10 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
-    def forward(self, x: Tensor, positions: Tensor, cache: fastattn.CompressedKVCache | None) -> Tensor:
-        x = x + self.attention(self.norm1(x), positions, cache)
+    def forward(
+        self, x: Tensor, positions: Tensor, cache: fastattn.CompressedKVCache | None, mask: Tensor | None
+    ) -> Tensor:
+        x = x + self.attention(self.norm1(x), positions, cache, mask)
         return x + self.mlp(self.norm2(x))
 
 
@@ -68,14 +72,19 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(layer, self.rotary) for layer in range(LAYERS))
         self.norm = nn.RMSNorm(WIDTH)
 
-    def forward(self, tokens: Tensor, cache: fastattn.CompressedKVCache | None = None) -> Tensor:
-        """``tokens [B, T]`` -> logits ``[B, T, 256]``. With a cache the tokens continue what it has seen."""
+    def forward(
+        self, tokens: Tensor, cache: fastattn.CompressedKVCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """``tokens [B, T]`` -> logits ``[B, T, 256]``. With a cache the tokens continue what it has seen.
+
+        ``mask [B, T]`` is False at padding, and in the rows that bring nothing to a call over a cache.
+        """
         positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
         if cache is not None:
             positions = positions + cache.tokens_seen[:, None]
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, positions, cache)
+            x = block(x, positions, cache, mask)
         return self.norm(x) @ self.embedding.weight.T
 
     def make_cache(
@@ -91,7 +100,14 @@ class Model(nn.Module):
             batch_size=batch_size,
             interval=interval,
             rotary=self.rotary,
+            dtype=self.embedding.weight.dtype,
         )
+
+
+def documentation() -> Tensor:
+    """Python's documentation as bytes ``[N]``."""
+    text = "\n\n".join(topics[name].strip() for name in sorted(topics))
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
 
 
 def train(model: Model, data: Tensor, steps: int) -> None:
@@ -125,8 +141,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, default=64, help="tokens kept by the policies (default 64)")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
-    text = "\n\n".join(topics[name].strip() for name in sorted(topics))
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
+    data = documentation()
     unseen = data[-options.tokens :]
     model = Model()
     train(model, data[: -options.tokens], options.steps)
