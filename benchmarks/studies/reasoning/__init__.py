@@ -1,0 +1,1 @@
+"""A reasoning task, models trained for it here, and their score against cache size, as one command."""
