@@ -17,14 +17,11 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
-import math
 import random
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,18 +29,13 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from benchmarks.studies import _common as common
-from benchmarks.studies.scoring import is_correct
-from fastattn import ExpectedAttention, Policy
+from benchmarks.studies import problem_sets
+from benchmarks.studies.estimates import Estimate, mean_and_interval, share_and_interval
+from fastattn import Policy
 from fastattn.integrations.transformers import compressed_cache
 
 POLICIES = ("expected_attention", "knorm", "streaming_llm", "key_diff")  # those of the published table
 ANSWER_TOKENS, LOSS_TOKENS = 8, 64
-PUBLISHED_MATH_500 = """\
-Published for MATH-500 (arXiv 2510.00636), full cache / 2x / 4x / 12x smaller; another data set than the above:
-  DeepSeek-R1-Distill-Qwen-7B   Expected Attention .57/.55/.53/.49  KeyDiff .57/.54/.48/.35
-                                StreamingLLM .57/.54/.51/.41        Knorm .57/.47/.32/.12
-  OpenMath-Nemotron-14B         Expected Attention .57/.55/.54/.47  KeyDiff .57/.56/.51/.44
-                                StreamingLLM .57/.57/.54/.42"""
 
 
 class Recorder(Policy):
@@ -185,35 +177,8 @@ def report_without_downloads(rows: common.Rows, given: argparse.Namespace, sizes
     )
     text += "Who wins where (several: their intervals do not tell them apart)\n"
     text += common.table(["tokens kept", "passkey", "loss"], [[s, *winners(runs, summary, s)] for s in sizes])
-    text += f"\n\n{PUBLISHED_MATH_500}"
+    text += f"\n\n{problem_sets.PUBLISHED_MATH_500}"
     plot(summary, sizes, given, text, note)
-
-
-class Estimate(NamedTuple):
-    """A mean and its 95% confidence interval."""
-
-    mean: float
-    low: float
-    high: float
-
-
-def mean_and_interval(values: list[float]) -> Estimate:
-    """Student's interval; nan for a single value."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return Estimate(mean, math.nan, math.nan)
-    t = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-    quantile = t.get(len(values) - 1, 2.262 if len(values) < 30 else 2.0)
-    half = quantile * statistics.stdev(values) / len(values) ** 0.5
-    return Estimate(mean, mean - half, mean + half)
-
-
-def share_and_interval(hits: list[int]) -> Estimate:
-    """Wilson's interval, which stays between 0 and 1 and says something even where all or none hit."""
-    share, n, z = statistics.fmean(hits), len(hits), 1.96
-    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return Estimate(share, max(min(middle - half, share), 0.0), min(max(middle + half, share), 1.0))
 
 
 def difference(runs: dict[tuple[str, int], dict[Any, dict[str, str]]], key: Any, other: Any) -> Estimate:
@@ -265,109 +230,16 @@ def plot(
     common.finish(given.out, "score_vs_cache_size", text, shown, note)
 
 
-# -- the reasoning study -------------------------------------------------------------------------------------------
-
-
-def run_problems(given: argparse.Namespace) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    problems = [json.loads(line) for line in given.problems.read_text().splitlines() if line.strip()]
-    dtype = torch.bfloat16 if given.device.startswith("cuda") else torch.float32
-    note = common.conditions(
-        given.device,
-        model=Path(given.model).name,
-        problems=f"{given.problems.name} ({len(problems)})",
-        dtype=str(dtype),
-    )
-    rows = common.Rows(
-        given.out / "score_on_problems.csv",
-        ("problem", "seed", "policy", "size"),
-        ("correct", "tokens", "answer", "expected"),
-        note,
-        given.fresh,
-    )
-    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype).to(given.device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(given.model)
-    work = [
-        (i, s, p, n)
-        for p in given.policies
-        for n in given.sizes
-        for s in range(given.seeds)
-        for i in range(len(problems))
-    ]
-    for index, seed, policy, size in tqdm(work, desc="problems"):
-        if not rows.missing(problem=index, seed=seed, policy=policy, size=size):
-            continue
-        torch.manual_seed(seed)
-        problem = problems[index]
-        response, count = solve(model, tokenizer, problem["problem"], policy, size, given)
-        correct = is_correct(response, problem["answer"])
-        answer = " ".join(response.split())[-80:]
-        rows.add(
-            problem=index,
-            seed=seed,
-            policy=policy,
-            size=size,
-            correct=int(correct),
-            tokens=count,
-            answer=answer,
-            expected=problem["answer"],
-        )
-    report_problems(given, rows, note)
-
-
-def report_problems(given: argparse.Namespace, rows: common.Rows, note: str) -> None:
-    """The table and the figure of what was solved."""
-    scores: dict[tuple[str, int], list[float]] = {}
-    for row in rows:  # type: ignore[attr-defined]
-        scores.setdefault((row["policy"], int(row["size"])), []).append(float(row["correct"]))
-    body = [
-        [*key, "{:.3f} ({:.3f} to {:.3f})".format(*share_and_interval([int(x) for x in v])), len(v)]
-        for key, v in scores.items()
-    ]
-    text = common.table(["policy", "tokens kept", "score", "runs"], body) + f"\n\n{PUBLISHED_MATH_500}"
-    shown, (axis,) = common.figure(1)
-    ends = []
-    for policy, color in zip(given.policies, common.COLORS, strict=False):
-        line = sorted((n, statistics.fmean(v)) for (p, n), v in scores.items() if p == policy)
-        axis.plot(*zip(*line, strict=True), color=color, marker="o")
-        ends.append((*line[-1], policy.replace("_", " "), color))
-    axis.set(xscale="log", xlabel="tokens kept per layer and head", ylabel="score (exact match)", ylim=(0, 1))
-    common.label_ends(axis, ends)
-    common.finish(given.out, "score_on_problems", text, shown, note)
-
-
-@torch.no_grad()
-def solve(
-    model: Any, tokenizer: Any, problem: str, policy: str, size: int, given: argparse.Namespace
-) -> tuple[str, int]:
-    """The model's response, and how many tokens it took. Greedy; more than one seed samples at temperature 0.6."""
-    text = f"{problem}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-    if tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
-    ids = tokenizer(text, return_tensors="pt").input_ids.to(model.device)
-    chosen: Any = ExpectedAttention(query_window=128) if policy == "expected_attention" else policy
-    cache = compressed_cache(model, policy=chosen, budget=size, interval=512)
-    sampling = {"do_sample": True, "temperature": 0.6} if given.seeds > 1 else {"do_sample": False}
-    out = model.generate(ids, past_key_values=cache, max_new_tokens=given.max_new_tokens, **sampling)
-    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True), out.shape[1] - ids.shape[1]
-
-
 def main(arguments: list[str] | None = None) -> None:
     options = common.parser(__doc__.splitlines()[0])
-    options.add_argument("--model", help="transformers path of the model that solves --problems")
-    options.add_argument("--problems", type=Path, help='JSONL of {"problem": ..., "answer": ...}')
     options.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
-    options.add_argument("--sizes", nargs="+", type=int, default=[2048, 4096, 8192, 16384], help="for --problems")
     options.add_argument("--seeds", type=int, help="default: 10 texts (5 with --quick), or 1 run of each problem")
-    options.add_argument("--max-new-tokens", type=int, default=32768)
+    problem_sets.add_options(options)
     given = options.parse_args(arguments)
     if (given.model is None) != (given.problems is None):
         raise SystemExit("give both --model and --problems, or neither")
     given.seeds = given.seeds or ((5 if given.quick else 10) if given.problems is None else 1)
-    (run_without_downloads if given.problems is None else run_problems)(given)
+    (run_without_downloads if given.problems is None else problem_sets.run_problems)(given)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="the studies plot with matplotlib")
 from benchmarks.studies import _common as common
+from benchmarks.studies import estimates
 from benchmarks.studies import score_vs_cache_size as scores
 from benchmarks.studies import speedup_vs_context as speedup
 from fastattn.advice import HARDWARE
@@ -73,14 +74,14 @@ def test_the_roofline_predicts_a_gain_that_grows_with_the_context():
 
 
 def test_mean_and_interval():
-    estimate = scores.mean_and_interval([1.0, 2.0, 3.0])
+    estimate = estimates.mean_and_interval([1.0, 2.0, 3.0])
     assert [round(x, 3) for x in estimate] == [2.0, -0.484, 4.484]  # t(2) = 4.303, s = 1, n = 3
-    assert math.isnan(scores.mean_and_interval([4.0]).low)  # unknown from one value
+    assert math.isnan(estimates.mean_and_interval([4.0]).low)  # unknown from one value
 
 
 def test_the_interval_of_a_share_stays_a_share():
-    assert [round(x, 3) for x in scores.share_and_interval([0] * 10)] == [0.0, 0.0, 0.278]  # Wilson's, by hand
-    assert [round(x, 3) for x in scores.share_and_interval([1, 1, 0, 0])] == [0.5, 0.15, 0.85]
+    assert [round(x, 3) for x in estimates.share_and_interval([0] * 10)] == [0.0, 0.0, 0.278]  # Wilson's, by hand
+    assert [round(x, 3) for x in estimates.share_and_interval([1, 1, 0, 0])] == [0.5, 0.15, 0.85]
 
 
 def test_a_difference_is_taken_text_by_text_and_decides_who_wins():
@@ -98,7 +99,7 @@ def test_a_difference_is_taken_text_by_text_and_decides_who_wins():
     assert round(excess.mean, 6) == 0.32
     assert excess.low > 0.29  # five texts, not ten runs, and no spread between texts in it
     assert excess.high < 0.35
-    none = scores.share_and_interval([0] * 10)
-    loss = {policy: scores.mean_and_interval([seed + add for seed in range(5)]) for policy, add in above.items()}
+    none = estimates.share_and_interval([0] * 10)
+    loss = {policy: estimates.mean_and_interval([seed + add for seed in range(5)]) for policy, add in above.items()}
     summary = {(policy, 32): {"passkey": none, "loss": loss[policy]} for policy in above}
     assert scores.winners(runs, summary, 32) == ["all", "expected_attention"]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.studies import _common as common
+from benchmarks.studies.estimates import share_and_interval
 from benchmarks.studies.reasoning.evaluate import FULL
-from benchmarks.studies.score_vs_cache_size import share_and_interval
 
 TITLES = {
     "gqa": "grouped-query attention",
