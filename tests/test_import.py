@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = ("triton", "transformers", "torch._dynamo", "torch._inductor")
+HEAVY = ("triton", "transformers", "torch._dynamo", "torch._inductor", "torch.distributed.tensor")
 
 NEED_TRANSFORMERS = (
     "compressed",
@@ -202,7 +202,7 @@ def test_import_again_after_the_modules_were_dropped() -> None:
     assert found["error"] < 1e-5
 
 
-@pytest.mark.parametrize("name", ["fastattn", "fastattn.modules", "fastattn.convert"])
+@pytest.mark.parametrize("name", ["fastattn", "fastattn.modules", "fastattn.convert", "fastattn.distributed"])
 def test_an_unknown_name_is_answered_with_the_known_ones(name: str) -> None:
     package = importlib.import_module(name)
     known = ", ".join(sorted(package.__all__))
@@ -215,7 +215,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones(name: str) -> None:
     assert len(dir(package)) == len(set(dir(package)))
 
 
-@pytest.mark.parametrize("name", ["fastattn", "fastattn.modules", "fastattn.convert"])
+@pytest.mark.parametrize("name", ["fastattn", "fastattn.modules", "fastattn.convert", "fastattn.distributed"])
 def test_type_checkers_are_told_the_public_names(name: str) -> None:
     package = importlib.import_module(name)
     tree = ast.parse(Path(package.__file__).read_text())

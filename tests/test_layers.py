@@ -25,7 +25,8 @@ LAYERS = (
     ("fastattn.ops.cpu", "fastattn.ops.triton"),
     ("fastattn.ops",),  # the public functions
     ("fastattn.modules",),
-    ("fastattn.integrations", "fastattn.distributed"),
+    ("fastattn.distributed",),
+    ("fastattn.integrations",),
     ("fastattn.convert",),
     ("fastattn.advice", "fastattn.native"),
     ("fastattn",),  # the names that it exports

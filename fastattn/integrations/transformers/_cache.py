@@ -69,7 +69,7 @@ def compressed_cache(
     spec = hook.spec
     _check_rotation(model, policy, spec)
     kv = CompressedKVCache(
-        policy,
+        policy if spec.head_shard is None else spec.head_shard.adapt(policy),
         budget,
         **spec.cache_arguments(),
         batch_size=1 if batch_size is None else batch_size,

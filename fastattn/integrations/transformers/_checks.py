@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from torch import nn
@@ -42,17 +41,11 @@ def check_config(config: Any) -> None:
 def check_weights(decoder: nn.Module) -> None:
     """The weights are here, whole, or come here for every call."""
     fetched = any(offloaded_to(module) is not None for module in decoder.modules())
-    distributed = sys.modules.get("torch.distributed.tensor")  # no tensor is sharded where this was never imported
     for name, parameter in decoder.named_parameters():
         if parameter.is_meta and not fetched:
             raise ValueError(
                 f"the model's weights must be on a device, but {name} is on the meta device, and no hook of accelerate "
                 "brings it from where it is offloaded to: it was never loaded. Load the model onto one device"
-            )
-        if distributed is not None and isinstance(parameter, distributed.DTensor):
-            raise ValueError(
-                f"the model's weights must be whole on every rank, but {name} is sharded (fully_shard or tensor "
-                "parallel): call compressed_cache before sharding, or on an unsharded model"
             )
 
 

@@ -32,6 +32,7 @@ from fastattn.integrations.transformers._checks import (
     check_weights,
     standard_layers,
 )
+from fastattn.integrations.transformers._heads import check_spread, find_shard
 from fastattn.integrations.transformers._layers import CompressedLayer, ForwardedCache
 from fastattn.integrations.transformers._rotary import checked_rotary, find_rotary, low_rank_rotary
 from fastattn.modules.low_rank import LowRankAttention
@@ -51,6 +52,7 @@ class ModelSpec:
         rotary: the model's rotation; None where no single one explains all layers.
         no_rotary: why there is none.
         dtype, device: of its keys.
+        head_shard: which part of the heads this is, where they are spread over ranks.
     """
 
     slots: tuple[int | None, ...]
@@ -63,6 +65,7 @@ class ModelSpec:
     dtype: torch.dtype
     device: torch.device
     no_rotary: str = ""
+    head_shard: Any = None
 
     @property
     def num_compressed(self) -> int:
@@ -181,6 +184,7 @@ def _switched(decoder: Any) -> CacheHook:
         return hook
     check_config(decoder.config)
     check_weights(decoder)
+    check_spread(decoder)
     new = hook is None
     if hook is None:
         shared = implementation == NAME and was_switched(decoder.config)  # by another model of the same config object
@@ -310,6 +314,7 @@ def _examine(decoder: Any, hook: CacheHook) -> ModelSpec:
         dtype=key.dtype,
         device=key.device,
         no_rotary=no_rotary,
+        head_shard=find_shard(full[0]["module"], query.shape[1], key.shape[1], low_rank),
     )
 
 

@@ -33,13 +33,18 @@ _STORED_AS_NUMBERS = (nn.Parameter, Tensor)  # other classes of tensors may stan
 
 
 def is_plain_linear(projection: nn.Module) -> bool:
-    """Whether calling ``projection`` does nothing but multiply by the floating-point numbers in its ``weight``."""
+    """Whether calling ``projection`` does nothing but multiply by the floating-point numbers in its ``weight``.
+
+    Hooks that only spread the weight over ranks, ``projection.hooks_of_shard``, do nothing else.
+    """
     if not isinstance(projection, nn.Linear) or type(projection).forward is not nn.Linear.forward:
         return False
-    hooked = projection._forward_hooks or projection._forward_pre_hooks or "forward" in projection.__dict__
-    if hooked or projection.bias is not None:
+    if projection.bias is not None or "forward" in projection.__dict__ or not projection.weight.is_floating_point():
         return False
-    return type(projection.weight) in _STORED_AS_NUMBERS and projection.weight.is_floating_point()
+    hooks = {*projection._forward_hooks, *projection._forward_pre_hooks}
+    if "hooks_of_shard" in projection.__dict__:
+        return hooks <= projection.__dict__["hooks_of_shard"]
+    return not hooks and type(projection.weight) in _STORED_AS_NUMBERS
 
 
 class UpProjection:
@@ -103,9 +108,9 @@ class UpProjection:
 def _weight_of(projection: nn.Module, rank: int, like: Tensor) -> Tensor:
     """The matrix ``[H (dn + dv), R]`` that ``projection`` applies now, in ``like``'s dtype.
 
-    A plain linear layer (parametrized or not) gives a view of its weight. Anything else, such as an adapter around it,
-    a quantized layer or weight, or a layer with hooks, is asked for its image of the unit vectors, so that nothing it
-    does to its input is bypassed.
+    A plain linear layer (parametrized or not) gives a view of its weight, of this rank's rows where it is spread over
+    ranks. Anything else, such as an adapter around it, a quantized layer or weight, or a layer with hooks, is asked for
+    its image of the unit vectors, so that nothing it does to its input is bypassed.
     """
     bias = getattr(projection, "bias", None)
     if (bias() if callable(bias) else bias) is not None:  # a method of torch's own quantized layers
@@ -116,6 +121,8 @@ def _weight_of(projection: nn.Module, rank: int, like: Tensor) -> Tensor:
     if is_plain_linear(projection):
         weight = projection.weight
         assert isinstance(weight, Tensor)  # narrowed by is_plain_linear
+        if "hooks_of_shard" in projection.__dict__:
+            weight = weight.to_local()  # type: ignore[attr-defined]
         return weight.to(like.dtype)
     image: Tensor = projection(torch.eye(rank, dtype=like.dtype, device=like.device))
     return image.mT.to(like.dtype)

@@ -58,6 +58,9 @@ class LowRankAttention(nn.Module):
         TypeError, ValueError: an argument of another type, or sizes that do not fit, naming both.
     """
 
+    # What a rank holds of the heads, where fastattn.distributed has spread them: num_heads is then the rank's own.
+    head_shard: Any = None
+
     def __init__(
         self,
         hidden_size: int,
@@ -188,6 +191,8 @@ class LowRankAttention(nn.Module):
             absorb = cache is not None and (
                 absorbs(tokens, self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim) or cache.policy.rerotate
             )
+        if self.head_shard is not None and torch.is_grad_enabled():
+            new = self.head_shard.enter(new, absorb)
         up = self.up_projection()
         if cache is None:
             attend = paths.absorbed if absorb else paths.expanded
@@ -262,9 +267,11 @@ class LowRankAttention(nn.Module):
             TypeError, ValueError: as :class:`~fastattn.CompressedKVCache` raises them.
         """
         from fastattn.modules.kv_cache import CompressedKVCache
+        from fastattn.modules.policies import resolve_policy
 
+        policy = resolve_policy(policy)
         return CompressedKVCache(
-            policy,
+            policy if self.head_shard is None else self.head_shard.adapt(policy),
             budget,
             num_layers=num_layers,
             num_kv_heads=1,

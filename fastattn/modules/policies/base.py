@@ -53,6 +53,7 @@ class CacheState:
             :meth:`Policy.observe` always the queries of the call.
         layer: index of the layer.
         budget: tokens that the compression leaves.
+        first_head: index of the first key/value head among the layer's, where ranks hold a part of them.
         slots: what the policy keeps per slot (:attr:`Policy.slot_state`), each ``[B, Hkv, C]``.
     """
 
@@ -70,6 +71,7 @@ class CacheState:
     call: QueryWindow | None = None
     layer: int = 0
     budget: int = 0
+    first_head: int = 0
     slots: dict[str, Tensor] = field(default_factory=dict)
 
     @property

@@ -41,7 +41,8 @@ class Random(Policy):
 
     def score(self, state: CacheState) -> Tensor:
         base = _mix(_mix(self.seed) ^ state.layer)
-        heads = torch.arange(state.positions.shape[1], device=state.positions.device)  # int64: products stay exact
+        count = state.positions.shape[1]
+        heads = torch.arange(count, device=state.positions.device) + state.first_head  # int64: products stay exact
         mixed = _mix(_mix(heads ^ base)[:, None] ^ (state.positions.to(torch.int64) & _MASK))
         wide = torch.float64 if state.keys.dtype == torch.float64 else torch.float32
         return (mixed >> 8).to(wide) / 2**24

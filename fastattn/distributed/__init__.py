@@ -1,0 +1,22 @@
+"""More than one device, with PyTorch's own engine: plans, sharding strategies and caches over ``torch.distributed``.
+
+Importing this package loads nothing of ``torch.distributed``; its names do, on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastattn._lazy import lazy_exports
+
+if TYPE_CHECKING:  # for type checkers, which do not read the table below
+    from fastattn.distributed.heads import HeadShard as HeadShard
+    from fastattn.distributed.tensor_parallel import tensor_parallel_plan as tensor_parallel_plan
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "fastattn.distributed.heads": ("HeadShard",),
+        "fastattn.distributed.tensor_parallel": ("tensor_parallel_plan",),
+    },
+)
