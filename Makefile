@@ -7,6 +7,7 @@
 #   make bench-compare BASE=rev    is the working tree slower than rev?
 #   make native   compile the kernels in C++ ahead of their first use
 #   make lint     ruff and mypy alone
+#   make test-lm-eval    the model type of lm_eval, in an environment of its own (some fifty packages more)
 #   make test-without-triton    what runs where there is no triton (macOS)
 #   make dist     build and check wheel and sdist
 #   make clean    remove environments, caches and outputs
@@ -16,6 +17,7 @@ WORKERS ?= 2# processes that share a stage's tests; WORKERS=0 runs them in one
 
 VENV := .venv
 OLDEST := .venv-oldest
+LM_EVAL := .venv-lm-eval
 PY := $(VENV)/bin/python
 PY_OLDEST := $(OLDEST)/bin/python
 SPREAD = -n $(WORKERS) --dist worksteal -p no:benchmark
@@ -23,7 +25,7 @@ ONE_THREAD = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 NATIVE = FASTATTN_NATIVE=require# the kernels in C++, which `make native` builds; test-fallback goes without them
 STAGES := lint native test-main test-fallback test-compile test-interpreter test-oldest
 
-.PHONY: test demo bench bench-compare clean dist venv venv-oldest test-without-triton $(STAGES)
+.PHONY: test demo bench bench-compare clean dist venv venv-oldest test-without-triton test-lm-eval $(STAGES)
 .NOTPARALLEL:
 
 test: venv venv-oldest
@@ -57,6 +59,9 @@ test-oldest: venv-oldest
 
 test-without-triton: venv
 	$(ONE_THREAD) $(PY) -m pytest $(SPREAD) -m "not compile" --ignore tests/triton --ignore tests/benchmarks tests
+
+test-lm-eval: $(LM_EVAL)/.stamp
+	$(ONE_THREAD) HF_DATASETS_OFFLINE=1 $(LM_EVAL)/bin/python -m pytest tests/integrations/test_lm_eval.py
 
 demo: venv
 	HF_HUB_OFFLINE=1 $(PY) -m examples.demo
@@ -100,6 +105,14 @@ $(OLDEST)/.stamp: constraints-oldest.txt pyproject.toml
 		hypothesis pytest pytest-xdist
 	@touch $@
 
+# What .venv holds is found there and not installed again.
+$(LM_EVAL)/.stamp: $(VENV)/.stamp
+	test -x $(LM_EVAL)/bin/python || $(PYTHON) -m venv $(LM_EVAL)
+	$(PY) -c "import site; print(site.getsitepackages()[0])" > $$($(LM_EVAL)/bin/python -c "import site; \
+		print(site.getsitepackages()[0])")/fastattn_venv.pth
+	$(LM_EVAL)/bin/python -m pip install -q "lm_eval[hf]==0.4.13"
+	@touch $@
+
 dist:
 	rm -rf dist build
 	$(PYTHON) -m venv .venv-dist
@@ -108,4 +121,4 @@ dist:
 	.venv-dist/bin/python -m twine check --strict dist/*
 
 clean:
-	rm -rf $(VENV) $(OLDEST) .venv-kvpress .venv-dist out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(OLDEST) $(LM_EVAL) .venv-kvpress .venv-dist out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

@@ -72,12 +72,12 @@ def test_without_eviction_a_score_is_the_whole_texts(family):
         config = LowRankConfig(kv_lora_rank=24, qk_rope_head_dim=8)
         to_low_rank_(model, config, calibration=token_ids(8, 32), progress=False)
     cache = fed(model, budget=64)
-    for score, continuation in zip(
-        score_continuations(model, cache, CONTINUATIONS, batch_size=4, progress=False), CONTINUATIONS, strict=True
-    ):
-        expected = whole_text_scores(model, continuation)
-        torch.testing.assert_close(score.token_log_likelihoods, expected, rtol=0, atol=1e-9)
-        assert score.log_likelihood == pytest.approx(float(expected.sum()), abs=1e-9)
+    expected = [whole_text_scores(model, continuation) for continuation in CONTINUATIONS]
+    for chunk_size in (None, 3, 1):
+        options = {"batch_size": 4, "chunk_size": chunk_size, "progress": False}
+        for score, own in zip(score_continuations(model, cache, CONTINUATIONS, **options), expected, strict=True):
+            torch.testing.assert_close(score.token_log_likelihoods, own, rtol=0, atol=1e-9)
+            assert score.log_likelihood == pytest.approx(float(own.sum()), abs=1e-9)
 
 
 @pytest.mark.parametrize("policy", ["knorm", "expected_attention", "h2o"])
@@ -121,6 +121,23 @@ def test_a_full_prefix_that_ends_in_decode_steps_is_scored_alike_in_every_batch(
     alone = score_continuations(model, cache, [short], next_logits=logits[0])
     beside = score_continuations(model, cache, [short, long], next_logits=logits)
     torch.testing.assert_close(alone[0].token_log_likelihoods, beside[0].token_log_likelihoods, rtol=0, atol=1e-9)
+
+
+def test_chunks_of_a_continuation_are_compressed_before_the_next_comes(model):
+    cache = fed(model)
+    options = {"chunk_size": 4, "progress": False}
+    together = score_continuations(model, cache, CONTINUATIONS, batch_size=8, **options)
+    for score, continuation in zip(together, CONTINUATIONS, strict=True):
+        (alone,) = score_continuations(model, cache, [continuation], **options)
+        torch.testing.assert_close(score.token_log_likelihoods, alone.token_log_likelihoods, rtol=0, atol=1e-9)
+    copied, logits = cache.fork(torch.tensor([0])), [cache.next_logits]
+    with torch.no_grad():
+        for chunk in CONTINUATIONS[3][None, :-1].split(4, dim=1):
+            logits.append(model(chunk, past_key_values=copied).logits[0])
+    expected = torch.cat(logits).log_softmax(-1).gather(1, CONTINUATIONS[3][:, None])[:, 0]
+    torch.testing.assert_close(together[3].token_log_likelihoods, expected, rtol=0, atol=1e-9)
+    whole = score_continuations(model, cache, CONTINUATIONS, progress=False)[3]
+    assert abs(whole.log_likelihood - together[3].log_likelihood) > 1e-6  # there were evictions in between
 
 
 def test_a_stored_prefix_goes_on_exactly(model, tmp_path):
@@ -257,6 +274,8 @@ def test_wrong_prefixes(model):
         score_continuations(model, compressed_cache(model), [[1]])
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         score_continuations(model, cache, [[1]], batch_size=0)
+    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
+        score_continuations(model, cache, [[1]], chunk_size=0)
     with pytest.raises(ValueError, match="model must be the one that prefix was made for"):
         score_continuations(make_model("llama").double(), cache, [[1]])
     with pytest.raises(ValueError, match=r"next_logits must be floats \[vocabulary\], got \[2, 100\]"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from fastattn.modules.policies import Policy, resolve_policy
 def compressed_cache(
     model: Any,
     policy: Policy | str = "key_diff",
-    budget: int = 1024,
+    budget: int | Sequence[int] = 1024,
     batch_size: int | None = None,
     interval: int = 128,
     max_step: int = 1,
@@ -43,7 +44,7 @@ def compressed_cache(
     Args:
         model: a transformers model.
         policy: a :class:`~fastattn.Policy` or its name, as :class:`~fastattn.CompressedKVCache` takes it.
-        budget: tokens kept per row and head of every full-attention layer.
+        budget: tokens kept per row and head of every full-attention layer: one number, or one for each such layer.
         batch_size: rows; with beams or several returned sequences, rows times those. By default what the first call
             after construction or :meth:`CompressedCache.reset` brings.
         interval: decode steps between two compressions.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastattn.integrations.transformers import _versions
@@ -15,7 +15,7 @@ from fastattn.modules.policies import Policy
 
 @contextlib.contextmanager
 def compressed(
-    model: Any, policy: Policy | str | None = "key_diff", budget: int = 1024, **options: Any
+    model: Any, policy: Policy | str | None = "key_diff", budget: int | Sequence[int] = 1024, **options: Any
 ) -> Iterator[None]:
     """Give every ``model.generate`` and every call of ``model`` inside the ``with`` a compressed cache of its own.
 

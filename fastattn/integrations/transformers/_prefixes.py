@@ -118,20 +118,22 @@ def score_continuations(
     continuations: Sequence[Sequence[int] | Tensor],
     *,
     batch_size: int = 16,
+    chunk_size: int | None = None,
     next_logits: Tensor | None = None,
     progress: bool = True,
 ) -> list[ContinuationScore]:
     """The log-likelihood of each continuation after one prefix, which is computed once and stays as it is.
 
     ``batch_size`` copies of the prefix's row take the continuations, padded to a common length, in one call of the
-    model each. A continuation's tokens see all of the compressed prefix and, causally, each other: its score depends
-    on no other continuation. Where the prefix is not compressed it is that of the whole text.
+    model (or one per ``chunk_size`` tokens). A continuation's tokens see all of the compressed prefix and, causally,
+    each other: its score depends on no other continuation. Where nothing is evicted it is that of the whole text.
 
     Args:
         model: the model that ``prefix`` was made for.
         prefix: of one row, fed with :func:`prefill`, or from :func:`load_prefix`.
         continuations: token ids, at least one each, of any lengths: lists of integers or integer tensors ``[T]``.
         batch_size: continuations per call of the model.
+        chunk_size: tokens of a continuation per call, each compressed before the next comes; by default all.
         next_logits: ``[vocabulary]`` or ``[1, vocabulary]``, the model's logits at the prefix's last token, where
             something else than :func:`prefill` fed it.
         progress: show a progress bar where there is more than one batch.
@@ -145,44 +147,75 @@ def score_continuations(
     """
     _check_prefix(model, prefix)
     check_count("batch_size", batch_size, 1)
+    if chunk_size is not None:
+        check_count("chunk_size", chunk_size, 1)
     first = _first_logits(prefix, next_logits)
     tokens = _checked_tokens(continuations, first.shape[0])
     scores: list[ContinuationScore | None] = [None] * len(tokens)
     order = sorted(range(len(tokens)), key=lambda index: len(tokens[index]))  # neighbors of like length: little padding
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     for batch in tqdm(batches, unit="batch", desc="continuations", disable=not progress or len(batches) < 2):
-        logits = _logits_after(model, prefix, first, [tokens[index][:-1] for index in batch])
-        for row, index in enumerate(batch):
-            own = torch.cat([first.to(logits)[None], logits[row, : len(tokens[index]) - 1]])
-            scores[index] = _score(own, tokens[index])
+        for index, score in zip(
+            batch, _score_batch(model, prefix, first, [tokens[i] for i in batch], chunk_size), strict=True
+        ):
+            scores[index] = score
     return [score for score in scores if score is not None]
 
 
-def _logits_after(model: Any, prefix: CompressedCache, first: Tensor, fed: list[Tensor]) -> Tensor:
-    """Logits ``[B, T, vocabulary]`` of the tokens ``fed`` to copies of ``prefix``; a row's own columns come first."""
-    longest = max(len(row) for row in fed)
-    if longest == 0:
-        return first.new_empty(len(fed), 0, first.shape[0])
-    device = model.get_input_embeddings().weight.device
-    # Wider than a decode step: that would compress what is full before it attends, and depend on the batch's length.
-    columns = max(longest, prefix.kv.max_step + 1)
-    ids = torch.zeros(len(fed), columns, dtype=torch.int64)
-    mask = torch.zeros(len(fed), columns, dtype=torch.int64)
-    for row, own in enumerate(fed):
-        ids[row, : len(own)] = own
-        mask[row, : len(own)] = 1
-    ids, mask = ids.to(device), mask.to(device)
-    copies = prefix.fork(torch.zeros(len(fed), dtype=torch.int64, device=prefix.kv.device))
-    return feed(model, ids, copies, whole_mask(mask, int(copies.kv.columns), ids, copies))
+def _score_batch(
+    model: Any, prefix: CompressedCache, first: Tensor, tokens: list[Tensor], chunk_size: int | None
+) -> list[ContinuationScore]:
+    """Of ``tokens``, in a copy of ``prefix`` for each; ``first`` are the logits at the prefix's last token."""
+    rows = [_Row(own) for own in tokens]
+    for row in rows:
+        row.add(first[None])
+    longest = max(len(own) for own in tokens) - 1  # nothing follows the last token
+    if longest:
+        copies = prefix.fork(torch.zeros(len(rows), dtype=torch.int64, device=prefix.kv.device))
+        size, device = chunk_size or longest, model.get_input_embeddings().weight.device
+        # A call as narrow as a decode step would compress what is full before it attends: only where all are.
+        least = 0 if chunk_size is not None and chunk_size <= prefix.kv.max_step else prefix.kv.max_step + 1
+        mask = None
+        for start in range(0, longest, size):
+            stop = min(start + size, longest)
+            ids, real = _chunk(tokens, start, max(stop, start + least), device)
+            before = int(copies.kv.columns)
+            mask = whole_mask(real, before, ids, copies) if mask is None else torch.cat([mask, real], 1)
+            logits = feed(model, ids, copies, mask)
+            for index, row in enumerate(rows):
+                row.add(logits[index, : max(0, min(stop, len(tokens[index]) - 1) - start)])
+    return [row.score() for row in rows]
 
 
-def _score(logits: Tensor, tokens: Tensor) -> ContinuationScore:
-    """Of ``tokens [T]``, given the ``logits [T, vocabulary]`` that each was chosen by."""
-    tokens = tokens.to(logits.device)
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    of_tokens = wide.gather(1, tokens[:, None])[:, 0] - wide.logsumexp(1)
-    greedy = bool((wide.argmax(1) == tokens).all())
-    return ContinuationScore(float(of_tokens.double().sum()), greedy, of_tokens.cpu())
+def _chunk(tokens: list[Tensor], start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids and mask ``[B, stop - start]`` of ``tokens[start:stop]``, the last of each left out."""
+    ids = torch.zeros(len(tokens), stop - start, dtype=torch.int64)
+    real = torch.zeros_like(ids)
+    for row, own in enumerate(tokens):
+        fed = own[:-1][start:stop]
+        ids[row, : len(fed)] = fed
+        real[row, : len(fed)] = 1
+    return ids.to(device), real.to(device)
+
+
+class _Row:
+    """What is known of one continuation so far."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens, self.is_greedy, self.scored = tokens, True, 0
+        self.parts: list[Tensor] = []
+
+    def add(self, logits: Tensor) -> None:
+        """The logits ``[T, vocabulary]`` that the next ``T`` tokens were chosen by."""
+        tokens = self.tokens[self.scored : self.scored + len(logits)].to(logits.device)
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        self.parts.append((wide.gather(1, tokens[:, None])[:, 0] - wide.logsumexp(1)).cpu())
+        self.is_greedy = self.is_greedy and bool((wide.argmax(1) == tokens).all())
+        self.scored += len(tokens)
+
+    def score(self) -> ContinuationScore:
+        known = torch.cat(self.parts)
+        return ContinuationScore(float(known.double().sum()), self.is_greedy, known)
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
