@@ -11,12 +11,14 @@ from fastattn._lazy import lazy_exports
 
 if TYPE_CHECKING:  # for type checkers, which do not read the table below
     from fastattn.distributed.heads import HeadShard as HeadShard
+    from fastattn.distributed.strategies import register_strategies as register_strategies
     from fastattn.distributed.tensor_parallel import tensor_parallel_plan as tensor_parallel_plan
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "fastattn.distributed.heads": ("HeadShard",),
+        "fastattn.distributed.strategies": ("register_strategies",),
         "fastattn.distributed.tensor_parallel": ("tensor_parallel_plan",),
     },
 )
