@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastattn.convert.attention import ReplacedProjection
 from fastattn.convert.calibration import CHECKED_TOKENS, evaluating
 from fastattn.convert.families import decoder_of, fresh_rotary
 from fastattn.convert.storage import replaced_folder, untied
@@ -176,8 +177,9 @@ def _rope_theta(sites: list[tuple[int, Any]], config: Any) -> float:
 def _named_as_deepseek(model: nn.Module) -> dict[str, Tensor]:
     """The model's tensors under DeepSeek's names: norms and attention have them already, a fused MLP is split."""
     state: dict[str, Tensor] = {}
+    markers = {name for name, module in model.named_modules() if isinstance(module, ReplacedProjection)}
     for name, value in model.state_dict().items():
-        if name.endswith("self_attn.inv_freq"):
+        if name.endswith("self_attn.inv_freq") or name.rpartition(".")[0] in markers:
             continue
         if name.endswith("mlp.gate_up_proj.weight"):
             gate, up = value.chunk(2)

@@ -195,6 +195,11 @@ def read_weights(model: nn.Module, site: AttentionSite) -> AttentionWeights:
     )
 
 
+def key_projection(site: AttentionSite) -> str:
+    """The name of the projection that gives the keys."""
+    return "qkv_proj" if hasattr(site.attention, "qkv_proj") else "k_proj"
+
+
 def _matrix(projection: nn.Linear) -> Tensor:
     """``[W b]`` in float64; a column of zeros without a bias."""
     weight = projection.weight.detach()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fastattn.convert.attention import ConvertedAttention
 from fastattn.convert.config import LowRankConfig
 from fastattn.convert.factors import LayerFactors
-from fastattn.convert.families import AttentionSite, read_weights
+from fastattn.convert.families import AttentionSite, key_projection, read_weights
 from fastattn.convert.moment_source import MomentSource
 from fastattn.convert.report import LayerReport
 from fastattn.convert.rope import RopeSplit, split_rope
@@ -65,7 +65,8 @@ def make_attention(arguments: dict[str, Any], like: nn.Module, index: int, inv_f
 
 def attention_from(factors: LayerFactors, weights: AttentionWeights, site: AttentionSite) -> ConvertedAttention:
     """The factors as a module in the dtype and on the device of the original."""
-    arguments = {"hidden_size": weights.hidden_size, "num_heads": weights.num_heads, **factors.arguments}
+    sizes = {"hidden_size": weights.hidden_size, "num_heads": weights.num_heads}
+    arguments = {**sizes, **factors.arguments, "replaces": key_projection(site)}
     attention = make_attention(arguments, site.attention, site.index, factors.inv_freq)
     like: Any = site.attention.o_proj
     state = {name: value.to(like.weight.dtype).to(like.weight.device) for name, value in factors.state.items()}

@@ -20,13 +20,17 @@ from fastattn.convert.conversion import CONFIG_ENTRY
 from fastattn.convert.families import decoder_of, fresh_rotary
 
 WEIGHTS = "low_rank.safetensors"
+INDEX = "model.safetensors.index.json"
+# The file that the index of a folder names, which is not there: what else reads the folder fails, and names it.
+LOADER = "load-this-folder-with-fastattn.convert.load_low_rank.safetensors"
 
 
 def save_low_rank(model: nn.Module, path: str | Path) -> None:
     """Write a converted model to the folder ``path``: ``config.json`` with an entry of its attention, and the weights.
 
-    The weights are called ``low_rank.safetensors``, so that ``from_pretrained`` refuses the folder instead of filling
-    the projections it misses with random numbers. The folder is written beside ``path`` and renamed: what is there is
+    The weights are called ``low_rank.safetensors``, and the index that ``from_pretrained`` reads names a missing file
+    whose name says what loads the folder: it fails instead of filling the projections it misses with random numbers.
+    The folder is written beside ``path`` and renamed: what is there is
     the old model or the new one, never a mixture. Other files in it, such as a tokenizer's, stay.
 
     Args:
@@ -45,7 +49,10 @@ def save_low_rank(model: nn.Module, path: str | Path) -> None:
         generation = getattr(model, "generation_config", None)
         if generation is not None:
             generation.save_pretrained(draft)
-        save_file(untied(model.state_dict()), draft / WEIGHTS, metadata={"format": "pt"})
+        state = untied(model.state_dict())
+        save_file(state, draft / WEIGHTS, metadata={"format": "pt"})
+        index = {"metadata": {"total_size": 0}, "weight_map": dict.fromkeys(state, LOADER)}
+        (draft / INDEX).write_text(json.dumps(index, indent=2))
 
 
 @torch.inference_mode(False)
@@ -55,7 +62,7 @@ def load_low_rank(
     """The model that :func:`save_low_rank` wrote, in evaluation mode and the dtype it was saved in.
 
     Folders that a converted model's own ``save_pretrained`` wrote are read too, checkpoints of a ``Trainer`` among
-    them. (``from_pretrained`` must not be used for those: it makes the original's attention and fills it at random.)
+    them. (``from_pretrained`` fails on those: their attention holds a weight that fits no original.)
 
     Args:
         path: the folder.
@@ -88,17 +95,24 @@ def load_low_rank(
 
 def _weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights: of :func:`save_low_rank`, or of ``save_pretrained``, in shards or not."""
-    index = folder / "model.safetensors.index.json"
-    if (folder / WEIGHTS).exists():
-        return [folder / WEIGHTS]
+    index = folder / INDEX
+    found = []
     if (folder / "model.safetensors").exists():
-        return [folder / "model.safetensors"]
-    if index.exists():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    raise ValueError(
-        f"path must be a folder written by save_low_rank, or by save_pretrained of a converted model, got {folder} "
-        f"without {WEIGHTS} or model.safetensors"
-    )
+        found = [folder / "model.safetensors"]
+    elif index.exists():
+        found = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()) - {LOADER})]
+    if (folder / WEIGHTS).exists():
+        found.append(folder / WEIGHTS)
+        if len(found) > 1:
+            raise ValueError(
+                f"path must hold one model, got {folder} with both {WEIGHTS} and {found[0].name}: delete the older one"
+            )
+    if not found:
+        raise ValueError(
+            f"path must be a folder written by save_low_rank, or by save_pretrained of a converted model, got {folder} "
+            f"without {WEIGHTS} or model.safetensors"
+        )
+    return found
 
 
 def build_converted(config: Any, layers: dict[str, dict[str, Any]], state: dict[str, Tensor]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 import torch
@@ -10,11 +11,14 @@ import torch
 from fastattn import LowRankConfig, to_low_rank_
 from fastattn.convert import add_latent_norm_, calibrate, export_deepseek_v3, load_low_rank, save_low_rank
 from fastattn.convert.attention import ConvertedAttention
+from fastattn.convert.conversion import CONFIG_ENTRY
 from fastattn.convert.families import fresh_rotary
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 pytestmark = pytest.mark.transformers
+
+from safetensors.torch import save_file  # noqa: E402
 
 from tests._helpers.tiny_models import logits, tiny_model, token_ids  # noqa: E402
 
@@ -119,6 +123,7 @@ def test_files_beside_the_model_stay_and_an_older_models_weights_go(tmp_path):
     assert link.is_symlink()
     assert (folder / "runs" / "log").read_text() == "1.5"
     names = {"config.json", "generation_config.json", "low_rank.safetensors", "runs", "tokenizer.json"}
+    names.add("model.safetensors.index.json")  # says what loads the folder
     assert {entry.name for entry in folder.iterdir()} == names
     assert {entry.name for entry in tmp_path.iterdir()} == {"link", "model"}
     with pytest.raises(ValueError, match="must be a folder or new, got the file"):
@@ -144,8 +149,10 @@ def test_what_is_made_under_inference_mode_can_be_trained(tmp_path):
 
 def test_from_pretrained_refuses_the_folder_instead_of_filling_in_random_weights(tmp_path):
     save_low_rank(converted("llama"), tmp_path)
-    with pytest.raises(OSError, match="safetensors"):
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for loader in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM, transformers.AutoModel):
+        with pytest.raises(OSError, match=r"load-this-folder-with-fastattn\.convert\.load_low_rank"):
+            loader.from_pretrained(tmp_path)
+    load_low_rank(tmp_path)
 
 
 def test_saving_an_unconverted_model_and_loading_another_folder(tmp_path):
@@ -269,12 +276,52 @@ def test_loaded_model_generates_over_a_compressed_cache_within_budget_and_beyond
     assert tight.kv.keys(0).shape == (2, 1, 12, 12 + 8)
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_from_pretrained_fails_on_what_save_pretrained_wrote_and_names_the_loader(family, tmp_path, monkeypatch):
+    model, shown = converted(family), []
+    model.save_pretrained(tmp_path)
+    handler = logging.Handler()
+    handler.emit = lambda record: shown.append(record.getMessage())
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler])
+    for loader in (transformers.AutoModelForCausalLM, type(model), transformers.AutoModel):
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+            loader.from_pretrained(tmp_path)
+        assert "load_with_fastattn_convert_load_low_rank" in "".join(shown)
+        shown.clear()
+    assert torch.equal(logits(load_low_rank(tmp_path), token_ids(1, 9)), logits(model, token_ids(1, 9)))
+
+
+def test_states_of_converted_models_from_before_the_marker_load(tmp_path):
+    model = converted("llama")
+    old = {name: value for name, value in model.state_dict().items() if ".k_proj." not in name}
+    assert len(old) == len(model.state_dict()) - 2 * len(model.model.layers)
+    converted("llama").load_state_dict(old)  # strict
+    save_low_rank(model, tmp_path)
+    entry = json.loads((tmp_path / "config.json").read_text())
+    for layer in entry[CONFIG_ENTRY]["layers"].values():
+        assert layer.pop("replaces") == "k_proj"
+    (tmp_path / "config.json").write_text(json.dumps(entry))
+    save_file(old, tmp_path / "low_rank.safetensors")
+    assert torch.equal(logits(load_low_rank(tmp_path), token_ids(1, 9)), logits(model, token_ids(1, 9)))
+
+
 @pytest.mark.parametrize("shards", ["50GB", "20KB"])
 def test_a_folder_of_save_pretrained_is_loaded(shards, tmp_path):
     model, ids = converted("llama"), token_ids(2, 20, seed=1)
     model.save_pretrained(tmp_path / "checkpoint", max_shard_size=shards)
     assert (tmp_path / "checkpoint" / "model.safetensors").exists() == (shards == "50GB")
     assert torch.equal(logits(load_low_rank(tmp_path / "checkpoint"), ids), logits(model, ids))
+
+
+@pytest.mark.parametrize("shards", ["50GB", "20KB"])
+def test_a_folder_of_two_models_is_not_guessed_about(shards, tmp_path):
+    model = converted("llama")
+    save_low_rank(model, tmp_path)
+    model.save_pretrained(tmp_path, max_shard_size=shards)
+    with pytest.raises(ValueError, match=r"one model, got .* both low_rank\.safetensors and model.*: delete the older"):
+        load_low_rank(tmp_path)
+    save_low_rank(model, tmp_path)  # takes the whole place
+    load_low_rank(tmp_path)
 
 
 def test_loading_in_another_dtype_keeps_the_frequencies(tmp_path):
