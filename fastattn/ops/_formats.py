@@ -101,6 +101,14 @@ def decode(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.to(dtype) * scale.to(dtype)[..., None]
 
 
+def numbers(codes: Tensor, scale: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What codes stand for, float32 or float64, or without a scale the numbers that they are."""
+    if scale is None:
+        return codes
+    decoded = decode(codes, scale, dtype)
+    return hadamard(decoded) if scale.dim() == codes.dim() else decoded
+
+
 def _from_e4m3(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers whose e4m3fn bits these are, by way of float16, whose exponent is biased by 8 more: exact."""
     signed = codes.view(torch.int8).to(torch.int16) << 7  # sign extended: bit 7 is copied to bit 15 and above 14

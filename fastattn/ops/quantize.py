@@ -54,11 +54,10 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32)
     Raises:
         TypeError, ValueError: not that.
     """
-    storage = check_codes("codes", codes, "scale", scale)
+    check_codes("codes", codes, "scale", scale)
     if dtype not in check.FLOATS:
         raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")
-    wide = _formats.decode(codes, scale, torch.float64 if dtype == torch.float64 else torch.float32)
-    return (_formats.hadamard(wide) if storage == "int4" else wide).to(dtype)
+    return _formats.numbers(codes, scale, torch.float64 if dtype == torch.float64 else torch.float32).to(dtype)
 
 
 def check_storage(storage: object) -> None:

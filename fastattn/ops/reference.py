@@ -195,18 +195,24 @@ def qk_scores(query: Tensor, key: Tensor, *, scale: float = 1.0) -> Tensor:
     return product.to(query.dtype)
 
 
+def _numbers(vectors: Tensor, scale: Tensor | None, dtype: torch.dtype = torch.float64) -> Tensor:
+    return vectors if scale is None else dequantize(vectors, scale, dtype)
+
+
 def _valid_slots(key: Tensor, lengths: Tensor) -> Tensor:
     return torch.arange(key.shape[2], device=key.device) < lengths[..., None]
 
 
-def score_knorm(key: Tensor, lengths: Tensor, *, min_length: int = 0) -> Tensor:
+def score_knorm(key: Tensor, lengths: Tensor, *, min_length: int = 0, key_scale: Tensor | None = None) -> Tensor:
     """See :func:`fastattn.ops.score_knorm`."""
+    key = _numbers(key, key_scale)
     score = -torch.linalg.vector_norm(_wide(key), dim=-1)
     return score.masked_fill(~_valid_slots(key, lengths), float("-inf"))
 
 
-def score_key_diff(key: Tensor, lengths: Tensor, *, min_length: int = 0) -> Tensor:
+def score_key_diff(key: Tensor, lengths: Tensor, *, min_length: int = 0, key_scale: Tensor | None = None) -> Tensor:
     """See :func:`fastattn.ops.score_key_diff`."""
+    key = _numbers(key, key_scale)
     valid = _valid_slots(key, lengths)
     unit = _unit(_wide(key).masked_fill(~valid[..., None], 0.0))
     anchor = unit.sum(2) / lengths.clamp(min=1)[..., None]
@@ -234,8 +240,12 @@ def score_expected_attention(
     epsilon: float = 0.0,
     use_value_norm: bool = True,
     min_length: int = 0,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
     """See :func:`fastattn.ops.score_expected_attention`."""
+    key, value = _numbers(key, key_scale), _numbers(value, value_scale)[..., :value_dim]
     valid = _valid_slots(key, lengths)
     scored = valid & (positions >= n_sink)
     key = _wide(key).masked_fill(~valid[..., None], 0.0)
@@ -273,8 +283,10 @@ def attention_mass(
     *,
     scale: float,
     min_length: int = 0,
+    key_scale: Tensor | None = None,
 ) -> Tensor:
     """See :func:`fastattn.ops.attention_mass`."""
+    key = _numbers(key, key_scale, query.dtype)
     valid = _valid_slots(key, lengths)
     key = _wide(key).masked_fill(~valid[..., None], 0.0)
     group = query.shape[1] // key.shape[1]

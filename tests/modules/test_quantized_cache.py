@@ -12,6 +12,8 @@ from torch import Tensor
 
 import fastattn
 from fastattn import CompressedKVCache, ops
+from fastattn.modules.kv_cache.state import SlotStore
+from fastattn.modules.policies import policy_names
 from tests._helpers import draw
 
 STORAGES = ("int8", "fp8", "int4")
@@ -58,6 +60,32 @@ def test_equals_a_plain_cache_of_the_same_tokens(storage: str, policy: str) -> N
     feed(caches, storage, [50, *[1] * 9, 3])
     assert caches[1].storage == storage
     assert caches[1].nbytes < caches[0].nbytes
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("sizes", [SIZES, LATENT], ids=["heads", "latents"])
+def test_policies_of_the_library_read_codes(
+    storage: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None asks for the layer as numbers; a policy of one's own still gets them."""
+
+    class LargestValues(fastattn.Policy):
+        def score(self, state: Any) -> Tensor:
+            return state.values.float().norm(dim=-1)
+
+    latent = "latent_rank" in sizes
+    rotary = fastattn.Rotary(ROTARY.inv_freq, start=64) if latent else ROTARY
+    for policy in [*policy_names(), LargestValues()]:
+        kinds = {"interval": 4, "rotary": rotary, **sizes}
+        caches = [CompressedKVCache(policy, 80, storage=s, **kinds) for s in (None, storage)]
+        with monkeypatch.context() as patch:
+            if isinstance(policy, str):
+                patch.setattr(SlotStore, "dequantized", _refuse)
+            feed(caches, storage, [90, *[1] * 6])
+
+
+def _refuse(*_: Any) -> Any:
+    raise AssertionError("a copy of the layer as numbers was made")
 
 
 @pytest.mark.parametrize("storage", STORAGES)

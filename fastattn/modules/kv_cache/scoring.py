@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastattn.modules.kv_cache.call import LayerCall
 from fastattn.modules.kv_cache.state import CacheLayer, SlotStore
-from fastattn.modules.policies import CacheState, QueryWindow
+from fastattn.modules.policies import CacheState, CodedState, QueryWindow
 from fastattn.ops._realize import realized
 
 
@@ -109,27 +109,24 @@ def _cache_state(
 ) -> CacheState:
     """What the policy sees of ``store``: a layer as it was before a step unless ``after``, a work store after it."""
     before = isinstance(store, CacheLayer) and not after
+    seen: dict[str, Any] = {
+        "positions": store.positions,
+        "lengths": lengths,
+        "tokens_seen": call.state.tokens_seen + (0 if before else call.real_tokens()),
+        "next_position": (store.newest_position() if before else call.position.amax(1)).to(torch.int64) + 1,
+        "scale": call.scale,
+        "rotary": call.state.rotary,
+        "min_length": min_length,
+        "latent": store.spec.latent_rank is not None,
+        "window": window,
+        "call": call_queries,
+        "layer": call.state.index,
+        "budget": store.spec.budget,
+        "slots": store.slot_state(),
+    }
     if store.spec.storage is None:
-        keys, values = store.keys, store.visible_values
-    else:
-        keys, values = store.dequantized(call.key.dtype)
-    return CacheState(
-        keys=keys,
-        values=values,
-        positions=store.positions,
-        lengths=lengths,
-        tokens_seen=call.state.tokens_seen + (0 if before else call.real_tokens()),
-        next_position=(store.newest_position() if before else call.position.amax(1)).to(torch.int64) + 1,
-        scale=call.scale,
-        rotary=call.state.rotary,
-        min_length=min_length,
-        latent=store.spec.latent_rank is not None,
-        window=window,
-        call=call_queries,
-        layer=call.state.index,
-        budget=store.spec.budget,
-        slots=store.slot_state(),
-    )
+        return CacheState(keys=store.keys, values=store.visible_values, **seen)
+    return CodedState(store.stored(), lambda: store.dequantized(call.key.dtype), **seen)
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:

@@ -14,6 +14,7 @@ from fastattn.modules.kv_cache.buffers import Buffer, layer_buffers, layer_sizes
 from fastattn.modules.kv_cache.progress import Progress
 from fastattn.modules.kv_cache.query_ring import QueryRing
 from fastattn.modules.kv_cache.spec import CacheSpec, LayerSpec
+from fastattn.modules.policies import Stored
 from fastattn.modules.rotary import Rotary
 
 # What cache_compact_ moves by itself.
@@ -54,6 +55,13 @@ class SlotStore:
         if self.spec.latent_rank:
             return keys, keys[..., : self.spec.latent_rank]
         return keys, ops.dequantize(self.values, self.value_scale, dtype)
+
+    def stored(self) -> Stored:
+        """Codes and scales as scores take them."""
+        rank = self.spec.latent_rank
+        if rank:
+            return Stored(self.keys, self.keys, self.key_scale, self.key_scale, rank)
+        return Stored(self.keys, self.values, self.key_scale, self.value_scale)
 
     def slot_state(self) -> dict[str, Tensor]:
         """What the policy keeps per slot, by its own names."""

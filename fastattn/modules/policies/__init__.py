@@ -5,7 +5,7 @@ order. :mod:`~fastattn.modules.policies.registry` lists those that have a name.
 """
 
 from fastattn.modules.policies.attended import H2O, TOVA, SnapKV
-from fastattn.modules.policies.base import CacheState, Policy, QueryWindow
+from fastattn.modules.policies.base import CacheState, CodedState, Policy, QueryWindow, Stored
 from fastattn.modules.policies.baselines import Random
 from fastattn.modules.policies.composition import Protect
 from fastattn.modules.policies.expected_attention import ExpectedAttention
@@ -18,6 +18,7 @@ __all__ = [
     "NAMED_POLICIES",
     "TOVA",
     "CacheState",
+    "CodedState",
     "ExpectedAttention",
     "KeyDiff",
     "Knorm",
@@ -27,6 +28,7 @@ __all__ = [
     "QueryWindow",
     "Random",
     "SnapKV",
+    "Stored",
     "StreamingLLM",
     "policy_names",
     "resolve_policy",

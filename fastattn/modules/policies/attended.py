@@ -133,12 +133,14 @@ class H2O(Policy):
 
 def attention_mass(state: CacheState, window: QueryWindow) -> Tensor:
     """What every slot of the layer receives from the window's queries (:func:`fastattn.ops.attention_mass`)."""
+    stored = state.stored
     return ops.attention_mass(
-        state.keys,
+        stored.keys,
         state.lengths,
         state.positions,
         window.rotated,
         window.positions,
         scale=state.scale,
         min_length=state.min_length,
+        key_scale=stored.key_scale,
     )

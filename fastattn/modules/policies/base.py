@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,24 @@ class QueryWindow:
         return self.positions >= 0
 
 
+class Stored(NamedTuple):
+    """Keys and values as a layer holds them: numbers, or codes with their scales.
+
+    Attributes:
+        keys: ``[B, Hkv, C, D]``, or codes.
+        values: ``[B, Hkv, C, Dv]``, or codes; of a latent, whose value is part of the key, those of the whole.
+        key_scale: what :func:`fastattn.ops.score_knorm` and others take as ``key_scale``; None where keys are numbers.
+        value_scale: likewise.
+        value_dim: with codes, how many numbers a value has.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+    value_dim: int | None = None
+
+
 @dataclass
 class CacheState:
     """What a policy sees of one layer when it scores.
@@ -55,6 +73,9 @@ class CacheState:
         budget: tokens that the compression leaves.
         first_head: index of the first key/value head among the layer's, where ranks hold a part of them.
         slots: what the policy keeps per slot (:attr:`Policy.slot_state`), each ``[B, Hkv, C]``.
+
+    Of a quantised cache ``keys`` and ``values`` are copies as numbers, made when they are first asked for. ``stored``
+    is what the layer holds, which operators of :mod:`fastattn.ops` read as it is.
     """
 
     keys: Tensor
@@ -77,7 +98,17 @@ class CacheState:
     @property
     def valid(self) -> Tensor:
         """bool ``[B, Hkv, C]``: the slots that hold a token."""
-        return torch.arange(self.keys.shape[2], device=self.keys.device) < self.lengths[..., None]
+        return torch.arange(self.positions.shape[2], device=self.positions.device) < self.lengths[..., None]
+
+    @property
+    def stored(self) -> Stored:
+        """Keys and values for operators, without a copy."""
+        return Stored(self.keys, self.values)
+
+    @property
+    def score_dtype(self) -> torch.dtype:
+        """float32, float64 for a float64 cache: the dtype of scores."""
+        return torch.float64 if self.keys.dtype == torch.float64 else torch.float32
 
     @property
     def queries(self) -> Tensor:
@@ -105,6 +136,40 @@ class CacheState:
         if self.window is None:
             raise ValueError("queries are kept only for a policy with query_window > 0, this one has 0")
         return self.window
+
+
+class CodedState(CacheState):
+    """:class:`CacheState` of a quantised layer."""
+
+    def __init__(self, stored: Stored, numbers: Callable[[], tuple[Tensor, Tensor]], **others: Any) -> None:
+        self._stored, self._numbers = stored, numbers
+        self._found: tuple[Tensor, Tensor] | None = None
+        self.window, self.call, self.latent, self.layer, self.budget, self.slots = None, None, False, 0, 0, {}
+        for name, value in others.items():
+            setattr(self, name, value)
+
+    @property
+    def keys(self) -> Tensor:  # type: ignore[override]
+        """``[B, Hkv, C, D]`` as numbers."""
+        return self._as_numbers()[0]
+
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]
+        """``[B, Hkv, C, Dv]`` as numbers."""
+        return self._as_numbers()[1]
+
+    @property
+    def stored(self) -> Stored:
+        return self._stored
+
+    @property
+    def score_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def _as_numbers(self) -> tuple[Tensor, Tensor]:
+        if self._found is None:
+            self._found = self._numbers()
+        return self._found
 
 
 class Policy(ABC):

@@ -44,8 +44,7 @@ class Random(Policy):
         count = state.positions.shape[1]
         heads = torch.arange(count, device=state.positions.device) + state.first_head  # int64: products stay exact
         mixed = _mix(_mix(heads ^ base)[:, None] ^ (state.positions.to(torch.int64) & _MASK))
-        wide = torch.float64 if state.keys.dtype == torch.float64 else torch.float32
-        return (mixed >> 8).to(wide) / 2**24
+        return (mixed >> 8).to(state.score_dtype) / 2**24
 
 
 def _mix(x: Number) -> Number:

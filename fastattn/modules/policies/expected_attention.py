@@ -59,9 +59,10 @@ class ExpectedAttention(ProtectingPolicy):
         valid = window.valid & (window.positions >= self.n_sink) & full[:, None]
         queries = state.before_rotation(window)
         mean, cov, samples = self._statistics(queries, valid, state)
+        stored = state.stored
         score = ops.score_expected_attention(
-            state.keys,
-            state.values,
+            stored.keys,
+            stored.values,
             state.lengths,
             state.positions,
             mean,
@@ -72,6 +73,9 @@ class ExpectedAttention(ProtectingPolicy):
             epsilon=self.epsilon,
             use_value_norm=self.use_value_norm,
             min_length=state.min_length,
+            key_scale=stored.key_scale,
+            value_scale=stored.value_scale,
+            value_dim=stored.value_dim,
         )
         recency = self._protect(state.positions.to(score.dtype), state)
         return torch.where(valid.any(1)[:, None, None], score, recency)

@@ -26,7 +26,9 @@ class Knorm(ProtectingPolicy):
     predicated = True
 
     def score(self, state: CacheState) -> Tensor:
-        return self._protect(ops.score_knorm(state.keys, state.lengths, min_length=state.min_length), state)
+        stored = state.stored
+        score = ops.score_knorm(stored.keys, state.lengths, min_length=state.min_length, key_scale=stored.key_scale)
+        return self._protect(score, state)
 
 
 @dataclass(eq=False, repr=False)
@@ -46,4 +48,6 @@ class KeyDiff(ProtectingPolicy):
     predicated = True
 
     def score(self, state: CacheState) -> Tensor:
-        return self._protect(ops.score_key_diff(state.keys, state.lengths, min_length=state.min_length), state)
+        stored = state.stored
+        score = ops.score_key_diff(stored.keys, state.lengths, min_length=state.min_length, key_scale=stored.key_scale)
+        return self._protect(score, state)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from fastattn.modules.policies.base import CacheState
@@ -32,5 +31,4 @@ class StreamingLLM(ProtectingPolicy):
 
     def score(self, state: CacheState) -> Tensor:
         # Positions beyond 2**24 share floats; the newer of equal scores is kept, so the order holds all the same.
-        wide = torch.float64 if state.keys.dtype == torch.float64 else torch.float32
-        return self._protect(state.positions.to(wide), state)
+        return self._protect(state.positions.to(state.score_dtype), state)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastattn.ops import _formats
 from fastattn.ops._outputs import accumulator_dtype
+from fastattn.ops.cpu._pieces import is_transformed, of, pieces
 
 # A block of queries has about this many logits (8 MiB in float32) at a time.
 _LOGITS = 1 << 21
@@ -19,8 +21,9 @@ def attention_mass(
     query_positions: Tensor,
     scale: float,
     min_length: int,
+    key_scale: Tensor | None = None,
 ) -> Tensor:
-    out = key.new_zeros(key.shape[:3], dtype=accumulator_dtype(key.dtype))
+    out = query.new_zeros(key.shape[:3], dtype=accumulator_dtype(query.dtype))
     group = query.shape[1] // max(1, key.shape[1])
     for b, row in enumerate(lengths.tolist()):
         real = (query_positions[b] >= 0).nonzero().flatten()
@@ -31,14 +34,29 @@ def attention_mass(
             if count == 0:
                 continue
             queries = query[b, h * group : (h + 1) * group].index_select(1, real).to(out.dtype)
-            _add_head_(out[b, h, :count], key[b, h, :count].to(out.dtype), positions[b, h, :count], queries, own, scale)
+            _add_head_(
+                out[b, h, :count],
+                key[b, h, :count] if key_scale is not None else key[b, h, :count].to(out.dtype),
+                of(key_scale, b, h, count),
+                positions[b, h, :count],
+                queries,
+                own,
+                scale,
+            )
     return out
 
 
 def _add_head_(
-    mass: Tensor, key: Tensor, positions: Tensor, query: Tensor, query_positions: Tensor, scale: float
+    mass: Tensor,
+    key: Tensor,
+    key_scale: Tensor | None,
+    positions: Tensor,
+    query: Tensor,
+    query_positions: Tensor,
+    scale: float,
 ) -> None:
-    """Add what ``query [G, N, D]`` pay to ``key [T, D]``, divided by G, to ``mass [T]``."""
+    """Add what ``query [G, N, D]`` pay to ``key [T, D]``, numbers or codes, divided by G, to ``mass [T]``."""
+    query = _formats.hadamard(query) if is_transformed(key_scale) else query
     group, queries, _ = query.shape
     # Both rise: each query sees a prefix, the last of a block the longest.
     seen = torch.searchsorted(positions.contiguous(), query_positions.contiguous(), right=True)
@@ -48,7 +66,13 @@ def _add_head_(
         most, least = int(visible.max()), int(visible.min())
         if most == 0:
             continue
-        logits = scale * (query[:, first : first + step] @ key[:most].mT)
+        rows = query[:, first : first + step]
+        if key_scale is None:
+            logits = scale * (rows @ key[:most].mT)
+        else:
+            logits = rows.new_empty(group, rows.shape[1], most)
+            for part, numbers in pieces(key[:most], key_scale[:most], rows.dtype):
+                logits[..., part] = scale * (rows @ numbers.mT)
         if least < most:
             hidden = torch.arange(least, most) >= visible[:, None]
             logits[:, :, least:].masked_fill_(hidden, float("-inf"))

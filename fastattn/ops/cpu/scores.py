@@ -11,37 +11,58 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fastattn.ops import _formats
 from fastattn.ops._outputs import accumulator_dtype
+from fastattn.ops.cpu._pieces import is_transformed, of, pieces
 from fastattn.ops.cpu.native import operators
 
 # Vectors are widened to float32 in pieces of about this many numbers (16 MiB), which malloc keeps for the next call.
 _PIECE = 1 << 22
 
 
-def score_knorm(key: Tensor, lengths: Tensor, min_length: int) -> Tensor:
+def score_knorm(key: Tensor, lengths: Tensor, min_length: int, key_scale: Tensor | None = None) -> Tensor:
     native = operators()
-    if native and key.stride(3) == 1:
-        return native.score_knorm(key, lengths, min_length)
+    if native and key.stride(3) == 1 and (key_scale is None or key_scale.dim() == 3 or key_scale.stride(3) == 1):
+        return native.score_knorm(key, lengths, min_length, key_scale)
     out = _no_score(key)
     heads = key.shape[1]
     for b, length in _full_rows(lengths, min_length):
+        if key_scale is not None:
+            for h, count in enumerate(lengths[b].tolist()):
+                out[b, h, :count] = -_norms(key[b, h, :count], of(key_scale, b, h, count), out.dtype)
+            continue
         parts = max(1, min(heads, length * heads * key.shape[3] // _PIECE))
         for keys, scores in zip(key[b, :, :length].chunk(parts), out[b, :, :length].chunk(parts), strict=True):
             torch.linalg.vector_norm(keys, dim=-1, dtype=out.dtype, out=scores).neg_()
     return _mask_ragged(out, lengths)
 
 
-def score_key_diff(key: Tensor, lengths: Tensor, min_length: int) -> Tensor:
+def score_key_diff(key: Tensor, lengths: Tensor, min_length: int, key_scale: Tensor | None = None) -> Tensor:
     native = operators()
-    if native and key.stride(3) == 1:
-        return native.score_key_diff(key, lengths, min_length)
+    if native and key.stride(3) == 1 and (key_scale is None or key_scale.dim() == 3 or key_scale.stride(3) == 1):
+        return native.score_key_diff(key, lengths, min_length, key_scale)
     out = _no_score(key)
     for b, _ in _full_rows(lengths, min_length):
         for h, count in enumerate(lengths[b].tolist()):
-            # Contiguous: a norm over a strided dim is summed in sequence and errs several times as much.
-            unit = _unit(key[b, h, :count].to(out.dtype).contiguous())
-            out[b, h, :count] = -(unit @ _unit(unit.sum(0)))  # the sum's length does not matter
+            _key_diff_head_(out[b, h, :count], key[b, h, :count], of(key_scale, b, h, count))
     return out
+
+
+def _key_diff_head_(out: Tensor, key: Tensor, scale: Tensor | None) -> None:
+    """Scores of one head, in two passes over what may be codes."""
+
+    def units() -> Iterator[tuple[slice, Tensor]]:
+        # Contiguous: a norm over a strided dim is summed in sequence and errs several times as much.
+        return ((part, _unit(numbers.contiguous())) for part, numbers in pieces(key, scale, out.dtype))
+
+    found = list(units()) if scale is None else None
+    columns = 2 * key.shape[1] if is_transformed(scale) else key.shape[1]
+    total = out.new_zeros(columns)
+    for _, unit in found or units():
+        total += unit.sum(0)
+    anchor = _unit(total)  # the sum's length does not matter
+    for part, unit in found or units():
+        out[part] = -(unit @ anchor)
 
 
 def score_expected_attention(
@@ -57,6 +78,9 @@ def score_expected_attention(
     epsilon: float,
     use_value_norm: bool,
     min_length: int,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    value_dim: int = 0,
 ) -> Tensor:
     out = _no_score(key)
     groups = _groups(query_mean, query_samples, key.shape[1])
@@ -65,24 +89,53 @@ def score_expected_attention(
             if count == 0:
                 continue
             group = slice(h * groups, (h + 1) * groups)
-            wide = key[b, h, :count].to(out.dtype)
-            if query_samples is not None:
-                logits = scale * (query_samples[b, group] @ wide.mT)  # [G, N, T]
-                variance, mean = torch.var_mean(logits, dim=1, correction=0)
-                z = mean + variance / 2
-            else:
-                assert query_mean is not None
-                z = scale * (query_mean[b, group] @ wide.mT)  # [G, T]
-                if query_cov is not None:
-                    for g, cov in enumerate(query_cov[b, group]):
-                        z[g] += (scale**2 / 2) * ((wide @ cov) * wide).sum(-1)
+            statistics = tuple(None if t is None else t[b, group] for t in (query_mean, query_cov, query_samples))
+            z = _expected_logits(key[b, h, :count], of(key_scale, b, h, count), statistics, scale, out.dtype)
             sink = positions[b, h, :count] < n_sink
-            z = z.masked_fill(sink, float("-inf"))
+            z = z.masked_fill_(sink, float("-inf"))
             score = torch.softmax(z, dim=-1).mean(0)
             if use_value_norm:
-                norm = torch.linalg.vector_norm(value[b, h, :count], dim=-1, dtype=out.dtype)
+                norm = _norms(value[b, h, :count], of(value_scale, b, h, count), out.dtype, value_dim)
                 score = (score + epsilon) * norm
             out[b, h, :count] = score.masked_fill(sink, float("inf"))
+    return out
+
+
+def _expected_logits(
+    key: Tensor, key_scale: Tensor | None, statistics: tuple[Tensor | None, ...], scale: float, dtype: torch.dtype
+) -> Tensor:
+    """``z [G, T]`` of one head, whose keys may be codes. Where those are transformed, the statistics are as well."""
+    mean, cov, samples = statistics
+    if is_transformed(key_scale):
+        mean, samples = (None if t is None else _formats.hadamard(t) for t in (mean, samples))
+        cov = None if cov is None else _formats.hadamard(_formats.hadamard(cov).mT).mT
+    statistic = mean if samples is None else samples
+    assert statistic is not None
+    z = key.new_empty(statistic.shape[0], key.shape[0], dtype=dtype)
+    for part, wide in pieces(key, key_scale, dtype):
+        if samples is not None:
+            logits = scale * (samples @ wide.mT)  # [G, N, T]
+            variance, average = torch.var_mean(logits, dim=1, correction=0)
+            z[:, part] = average + variance / 2
+            continue
+        assert mean is not None
+        z[:, part] = scale * (mean @ wide.mT)
+        if cov is not None:
+            for g, of_head in enumerate(cov):
+                z[g, part] += (scale**2 / 2) * ((wide @ of_head) * wide).sum(-1)
+    return z
+
+
+def _norms(vectors: Tensor, scale: Tensor | None, dtype: torch.dtype, dim: int = 0) -> Tensor:
+    """Norms of one head's vectors ``[T, D]``, or of their first ``dim`` numbers, which a transform changes."""
+    if scale is None:
+        return torch.linalg.vector_norm(vectors, dim=-1, dtype=dtype)
+    out = vectors.new_empty(vectors.shape[0], dtype=dtype)
+    for part, wide in pieces(vectors, scale, dtype):
+        numbers = wide
+        if 0 < dim < wide.shape[1]:
+            numbers = (_formats.hadamard(wide) if is_transformed(scale) else wide)[:, :dim]
+        out[part] = torch.linalg.vector_norm(numbers, dim=-1)
     return out
 
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.ops import _formats
 from fastattn.ops.triton import _launch
 from fastattn.ops.triton._slots import block_shape, slot_chunks
 from fastattn.ops.triton._tile import load_tile
@@ -105,8 +106,13 @@ def score_expected_attention(
     epsilon: float,
     use_value_norm: bool,
     min_length: int,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    value_dim: int = 0,
 ) -> Tensor:
     """See :func:`fastattn.ops.score_expected_attention`."""
+    if key_scale is not None:
+        key, value = _formats.numbers(key, key_scale), _formats.numbers(value, value_scale)[..., :value_dim]
     operator = "score_expected_attention"
     _launch.check_dtype(operator, "key", key)
     batch, heads, slots, _ = key.shape

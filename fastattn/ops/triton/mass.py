@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastattn.ops import _formats
 from fastattn.ops._outputs import accumulator_dtype
 from fastattn.ops.triton.expected_attention import score_expected_attention
 
@@ -24,7 +25,9 @@ def attention_mass(
     query_positions: Tensor,
     scale: float,
     min_length: int,
+    key_scale: Tensor | None = None,
 ) -> Tensor:
+    key = _formats.numbers(key, key_scale).to(query.dtype)
     valid = torch.arange(key.shape[2], device=key.device) < lengths[..., None]
     if query.shape[2] == 1:
         return _one_query(key, lengths, positions, query, query_positions, scale, min_length, valid)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.ops import _formats
 from fastattn.ops.triton import _launch
 from fastattn.ops.triton._slots import block_shape, slot_chunks
 from fastattn.ops.triton._tile import load_tile
@@ -143,8 +144,9 @@ def key_diff_kernel(
         tl.store(score + i_row * slots + o_c, tl.where(m_valid, -b_cosine, float("-inf")), mask=o_c < last)
 
 
-def score_knorm(key: Tensor, lengths: Tensor, min_length: int) -> Tensor:
+def score_knorm(key: Tensor, lengths: Tensor, min_length: int, key_scale: Tensor | None = None) -> Tensor:
     """See :func:`fastattn.ops.score_knorm`."""
+    key = _formats.numbers(key, key_scale)
     _launch.check_dtype("score_knorm", "key", key)
     batch, heads, slots, _ = key.shape
     dim = int(key.shape[3])
@@ -171,8 +173,9 @@ def score_knorm(key: Tensor, lengths: Tensor, min_length: int) -> Tensor:
     return score
 
 
-def score_key_diff(key: Tensor, lengths: Tensor, min_length: int) -> Tensor:
+def score_key_diff(key: Tensor, lengths: Tensor, min_length: int, key_scale: Tensor | None = None) -> Tensor:
     """See :func:`fastattn.ops.score_key_diff`."""
+    key = _formats.numbers(key, key_scale)
     _launch.check_dtype("score_key_diff", "key", key)
     batch, heads, slots, _ = key.shape
     dim = int(key.shape[3])
@@ -200,7 +203,7 @@ def offline_cases() -> list[OfflineCase]:
     ]
 
 
-def score_case(name: str, operator: Callable[[Tensor, Tensor, int], Tensor], heads: int, dim: int) -> OfflineCase:
+def score_case(name: str, operator: Callable[..., Tensor], heads: int, dim: int) -> OfflineCase:
     """``operator`` over a cache of 4,352 slots."""
 
     def launch() -> object:

@@ -183,6 +183,19 @@ struct Coded {
     }
   }
 
+  // The first `dim` numbers of slots [first, first + count), at most kNumbersAtOnce.
+  void numbers(int64_t b, int64_t h, int64_t first, int64_t count, int64_t dim, float* out, int64_t row) const {
+    float factors[kNumbersAtOnce];
+    read(b, h, first, count, dim, out, row, factors, kNumbersAtOnce);
+    for (int64_t n = 0; format != Format::kInt4 && n < count; ++n) {
+      for (int64_t d = 0; d < dim; ++d) {
+        out[n * row + d] *= factors[n];
+      }
+    }
+  }
+
+  static constexpr int64_t kNumbersAtOnce = 256; // slots
+
  private:
   // `row`, the columns of `out`, is a multiple of 32: what lies beyond `dim` is zero.
   template <typename Code, typename T>

@@ -168,10 +168,21 @@ Keys<T> keys_of(const Tensor& key, const Tensor& lengths, int64_t min_length) {
       key.size(3), scored_lengths(lengths, key.size(2), min_length)};
 }
 
-Tensor score(const Tensor& key, const Tensor& lengths, int64_t min_length, bool by_difference) {
+Tensor score(
+    const Tensor& key, const Tensor& lengths, int64_t min_length, const std::optional<Tensor>& key_scale,
+    bool by_difference) {
   TORCH_CHECK(key.stride(3) == 1, "key must have columns next to each other");
   const auto dtype = key.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   Tensor out = at::empty({key.size(0), key.size(1), key.size(2)}, key.options().dtype(dtype));
+  if (key_scale) {
+    const bool groups = key_scale->dim() == 4;
+    TORCH_CHECK(!groups || key_scale->stride(3) == 1, "key_scale must have columns next to each other");
+    Keys<float> keys{
+        nullptr, 0, 0, 0, key.size(0), key.size(1), key.size(2), key.size(3) * (groups ? 2 : 1),
+        scored_lengths(lengths, key.size(2), min_length), coded(key, *key_scale)};
+    by_difference ? key_diff(keys, out.data_ptr<float>()) : knorm(keys, out.data_ptr<float>());
+    return out;
+  }
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, key.scalar_type(), "score", [&] {
     const auto keys = keys_of<scalar_t>(key, lengths, min_length);
     auto* scores = out.data_ptr<Wide<scalar_t>>();
@@ -180,12 +191,14 @@ Tensor score(const Tensor& key, const Tensor& lengths, int64_t min_length, bool 
   return out;
 }
 
-Tensor score_knorm(const Tensor& key, const Tensor& lengths, int64_t min_length) {
-  return score(key, lengths, min_length, false);
+Tensor score_knorm(
+    const Tensor& key, const Tensor& lengths, int64_t min_length, const std::optional<Tensor>& key_scale) {
+  return score(key, lengths, min_length, key_scale, false);
 }
 
-Tensor score_key_diff(const Tensor& key, const Tensor& lengths, int64_t min_length) {
-  return score(key, lengths, min_length, true);
+Tensor score_key_diff(
+    const Tensor& key, const Tensor& lengths, int64_t min_length, const std::optional<Tensor>& key_scale) {
+  return score(key, lengths, min_length, key_scale, true);
 }
 
 std::tuple<Tensor, Tensor> merge_attention(at::TensorList outs, at::TensorList lses) {
@@ -228,8 +241,8 @@ TORCH_LIBRARY(fastattn_native, m) {
   m.def(
       "cache_compact_(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) positions, Tensor(d!) lengths,"
       " Tensor scores, int budget, int min_length) -> ()");
-  m.def("score_knorm(Tensor key, Tensor lengths, int min_length) -> Tensor");
-  m.def("score_key_diff(Tensor key, Tensor lengths, int min_length) -> Tensor");
+  m.def("score_knorm(Tensor key, Tensor lengths, int min_length, Tensor? key_scale=None) -> Tensor");
+  m.def("score_key_diff(Tensor key, Tensor lengths, int min_length, Tensor? key_scale=None) -> Tensor");
   m.def("merge_attention(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)");
 }
 

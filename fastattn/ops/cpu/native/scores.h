@@ -1,11 +1,11 @@
 // Scores of cached keys, and the merging of partial attention results.
 #pragma once
 
-#include "common.h"
+#include "codes.h"
 
 namespace fastattn {
 
-constexpr int64_t kScoreBlock = 256; // slots of one head that a thread scores at a time
+constexpr int64_t kScoreBlock = Coded::kNumbersAtOnce; // slots of one head that a thread scores at a time
 
 // Key buffer [batch, heads, slots, dim] with columns next to each other, and the lengths of its rows and heads.
 template <typename T>
@@ -14,9 +14,22 @@ struct Keys {
   int64_t batch_stride, head_stride, slot_stride;
   int64_t batch, heads, capacity, dim;
   std::vector<int64_t> lengths; // 0 for a row that is not to be scored
+  Coded coded{}; // read in place of `data` where it has a format, T float
 
-  const T* at(int64_t head, int64_t slot) const {
-    return data + head / heads * batch_stride + head % heads * head_stride + slot * slot_stride;
+  // Where the numbers of slots [first, last) of a head lie, a block at most, and how far from each other: in a thread's
+  // scratch memory, until it asks again, where they are coded.
+  std::pair<const T*, int64_t> slots(int64_t head, int64_t first, int64_t last) const {
+    if constexpr (std::is_same_v<T, float>) {
+      if (coded.format != Format::kNone) {
+        const int64_t row = round_up(dim, 32);
+        auto& scratch = Scratch::of_this_thread();
+        scratch.reserve(kScoreBlock * row * sizeof(float) + 64);
+        float* out = scratch.take<float>(kScoreBlock * row);
+        coded.numbers(head / heads, head % heads, first, last - first, dim, out, row);
+        return {out, row};
+      }
+    }
+    return {data + head / heads * batch_stride + head % heads * head_stride + first * slot_stride, slot_stride};
   }
   int64_t blocks() const {
     return (capacity + kScoreBlock - 1) / kScoreBlock;
@@ -79,7 +92,8 @@ template <typename T>
 inline void knorm(const Keys<T>& keys, Wide<T>* out) {
   over_blocks(keys, [&](int64_t head, int64_t, int64_t first, int64_t last) {
     Wide<T>* scores = out + head * keys.capacity;
-    square_norms(keys.at(head, first), keys.slot_stride, last - first, keys.dim, scores + first);
+    const auto [key, stride] = keys.slots(head, first, last);
+    square_norms(key, stride, last - first, keys.dim, scores + first);
     for (int64_t n = first; n < last; ++n) {
       scores[n] = -std::sqrt(scores[n]);
     }
@@ -96,8 +110,8 @@ inline void key_diff(const Keys<T>& keys, Wide<T>* out) {
   // The norms wait in `out` for the second pass.
   over_blocks(keys, [&](int64_t head, int64_t block, int64_t first, int64_t last) {
     A *norms = out + head * keys.capacity + first, inverse[kScoreBlock];
-    const T* key = keys.at(head, first);
-    square_norms(key, keys.slot_stride, last - first, dim, norms);
+    const auto [key, stride] = keys.slots(head, first, last);
+    square_norms(key, stride, last - first, dim, norms);
     for (int64_t n = 0; n < last - first; ++n) {
       norms[n] = norms[n] == A(0) ? A(1) : std::sqrt(norms[n]);
       inverse[n] = A(1) / norms[n];
@@ -107,7 +121,7 @@ inline void key_diff(const Keys<T>& keys, Wide<T>* out) {
       const int64_t rest = std::min<int64_t>(Vec<T>::size(), dim - d);
       Vec<T> total(0);
       for (int64_t n = 0; n < last - first; ++n) {
-        const T* data = key + n * keys.slot_stride + d;
+        const T* data = key + n * stride + d;
         const Vec<T> x = rest == Vec<T>::size() ? load_wide(data) : load_wide(data, rest);
         // The quotient as division rounds it: keys that cancel must cancel exactly.
         const Vec<T> factor(inverse[n]), quotient = x * factor;
@@ -135,9 +149,9 @@ inline void key_diff(const Keys<T>& keys, Wide<T>* out) {
     A* scores = out + head * keys.capacity;
     const A* anchor = anchors.data() + head * padded;
     A products[kScoreBlock];
+    const auto [key, stride] = keys.slots(head, first, last);
     reduce_slots(
-        keys.at(head, first), keys.slot_stride, last - first, dim, products,
-        [&](const Vec<T>& x, int64_t d, const Vec<T>& sum) {
+        key, stride, last - first, dim, products, [&](const Vec<T>& x, int64_t d, const Vec<T>& sum) {
           return at::vec::fmadd(x, Vec<T>::loadu(anchor + d), sum);
         });
     for (int64_t n = first; n < last; ++n) {
