@@ -16,7 +16,8 @@ class Rotary(nn.Module):
     r"""Rotation of pairs of dims by angles that grow with the position (RoPE, arXiv 2104.09864).
 
     Pair ``f`` of a vector at position ``p`` is rotated by ``p * inv_freq[f]`` and multiplied by ``attention_factor``
-    (YaRN). Dims outside ``[start, start + 2 * len(inv_freq))`` stay as they are.
+    (YaRN). Dims outside ``[start, start + 2 * len(inv_freq))`` stay as they are: without frequencies this is the
+    identity, a layer without rotation.
 
     Args:
         inv_freq: ``[m]``, radians per position; kept in float32 whatever ``.to()`` says.
@@ -128,6 +129,8 @@ class Rotary(nn.Module):
     def _rotate_pairs(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if x.shape[-1] < self.end:
             raise ValueError(f"x must have at least {self.end} dims to rotate, got {x.shape[-1]}")
+        if self.end == self.start:
+            return x
         pairs = x[..., self.start : self.end].to(cos.dtype)
         if self.interleave:
             first, second = pairs[..., 0::2], pairs[..., 1::2]

@@ -28,7 +28,12 @@ from tests.modules.test_kv_cache import HEADS, Failing, assert_same, feed, make,
         ({"policy": Knorm}, TypeError, "policy must be a Policy or one of .*, got the class Knorm"),
         ({"policy": "expected_attention", "rotary": None}, ValueError, "rotary must be given: ExpectedAttention"),
         ({"policy": StreamingLLM(rerotate=True), "rotary": None}, ValueError, "rotary must be given: StreamingLLM"),
-        ({"rotary": torch.ones(4)}, TypeError, "rotary must be a Rotary or None, got Tensor"),
+        ({"rotary": torch.ones(4)}, TypeError, "rotary must be a Rotary, a list of them or None, got Tensor"),
+        ({"rotary": [None]}, ValueError, "rotary must be one rotation, .* each of the 2 layers, got 1"),
+        ({"rotary": [None, 3]}, TypeError, "rotary must be a Rotary, a list of them or None, got int"),
+        ({"window": 0}, ValueError, "window must be at least 1, got 0"),
+        ({"window": [4]}, ValueError, "window must be one number, .* each of the 2 layers, got 1"),
+        ({"window": [4, 0]}, ValueError, r"window\[1\] must be at least 1, got 0"),
         ({"rotary": Rotary(torch.ones(5))}, ValueError, "within head_dim 8, got dims up to 10"),
         ({"latent_rank": 6}, ValueError, "num_kv_heads must be 1 for a latent cache, got 2"),
         ({"latent_rank": 9, "num_kv_heads": 1}, ValueError, "latent_rank must be at most head_dim 8, got 9"),
@@ -57,7 +62,6 @@ def test_the_query_window_of_a_policy_is_a_count(window, error):
 def _bad_calls():
     q, k, v = tokens(3, batch=2)
     mask = torch.ones(2, 3, dtype=torch.bool)
-    holes = torch.tensor([[True, True, True], [True, False, True]])
     ids = torch.arange(3).expand(2, -1)
     return [
         ({"layer": 2}, ValueError, r"layer must be in 0..1, got 2"),
@@ -80,10 +84,17 @@ def _bad_calls():
         ({"value": v[:, :, :2]}, ValueError, "value must have size 3 in dim 2"),
         ({"attention_mask": mask.float()}, TypeError, "attention_mask must be bool or integers, .* got torch.float32"),
         ({"attention_mask": mask[:, :2]}, ValueError, r"attention_mask must have shape .* \[2, 3\], got \[2, 2\]"),
-        ({"attention_mask": holes}, ValueError, "one run of real tokens per row, got 2 in row 1"),
+        ({"sinks": torch.zeros(3)}, ValueError, "sinks must have"),
+        ({"softcap": 0.0}, ValueError, "softcap must be positive and finite, got 0.0"),
+        ({"alibi_slopes": [1.0]}, TypeError, "alibi_slopes must be a tensor"),
         ({"position_ids": ids[:, :2]}, ValueError, r"position_ids must have shape .* \[2, 3\], got \[2, 2\]"),
         ({"position_ids": ids.float()}, TypeError, "position_ids must be integers, got torch.float32"),
         ({"position_ids": ids.flip(1)}, ValueError, "position_ids must rise .* got 2 then 1 in row 0"),
+        (
+            {"position_ids": ids.flip(1), "attention_mask": mask & (ids != 1)},
+            ValueError,
+            "rise .* got 2 then 0 in row 0",
+        ),
         ({"position_ids": ids - 1}, ValueError, "position_ids must not be negative"),
         ({"position_ids": ids + 2**31 - 2}, ValueError, "position_ids must be at most 2147483647, got 2147483648"),
         ({"position_ids": ids}, ValueError, "position_ids must go on after the cached tokens, got 0 in row 0 after 1"),

@@ -122,7 +122,7 @@ def test_files_that_are_not_what_they_should_be(tmp_path):
     with safetensors.safe_open(str(path), framework="pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     safetensors.save_file(tensors, path, metadata={**metadata, "version": "99"})
-    with pytest.raises(ValueError, match="format version 1 or older, got version 99"):
+    with pytest.raises(ValueError, match="format version 2 or older, got version 99"):
         CompressedKVCache.load(path)
     header = json.loads(metadata["header"])
     header["arguments"]["budget"] = 12

@@ -46,7 +46,11 @@ class CompressedKVCache(RowCache):
         batch_size: rows.
         interval: decode steps between two compressions.
         max_step: most tokens of a call that counts as a decode step.
-        rotary: the model's rotation; policies that look ahead need it.
+        rotary: the model's rotation; policies that look ahead need it. A list gives every layer its own; None in it
+            is a layer that does not rotate, which such policies take for the identity.
+        window: positions that a query sees, its own included: one number for all layers, or one for each, None where a
+            query sees all. A layer with a window holds its newest ``window`` tokens in place of a budget, and no
+            policy scores it; distances go by position.
         dtype: of keys and values; torch's default dtype by default.
         storage: ``"int8"``, ``"fp8"`` or ``"int4"``: keys and values are quantised as they are appended
             (:func:`fastattn.ops.quantize`), and attention reads the codes. On a CPU only. NaN and inf in a new token
@@ -74,7 +78,8 @@ class CompressedKVCache(RowCache):
         batch_size: int = 1,
         interval: int = 128,
         max_step: int = 1,
-        rotary: Rotary | None = None,
+        rotary: Rotary | Sequence[Rotary | None] | None = None,
+        window: int | Sequence[int | None] | None = None,
         dtype: torch.dtype | None = None,
         storage: str | None = None,
         device: torch.device | str | None = None,
@@ -94,6 +99,7 @@ class CompressedKVCache(RowCache):
             max_step=max_step,
             dtype=dtype,
             storage=storage,
+            window=window,
             rotary=rotary,
         )
         super().__init__(spec, rotary, device, persistent)
@@ -110,6 +116,9 @@ class CompressedKVCache(RowCache):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         scale: float | None = None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         """Attend to the cache and the new tokens, append them, compress where due.
 
@@ -124,8 +133,12 @@ class CompressedKVCache(RowCache):
             value: ``[B, Hkv, T, Dv]``; None for a latent cache.
             position_ids: integers ``[B, T]`` (or ``[1, T]``), rising over a row's real tokens, on from those in the
                 cache; by default each row's real tokens are counted.
-            attention_mask: bool or integer ``[B, T]``, False or 0 for padding; a row's real tokens are contiguous.
+            attention_mask: bool or integer ``[B, T]``, False or 0 for padding, anywhere in a row.
             scale: softmax scale, ``Dk ** -0.5`` by default; a latent cache must be given its own.
+            sinks: ``[H]``, any float dtype: a logit per head without a value.
+            softcap: ``c > 0``, scores become ``c tanh(score / c)``.
+            alibi_slopes: ``[H]``, any float dtype: what a position of distance takes from a score; not for latents.
+                Policies that look at attention themselves look at plain scores, without these three.
 
         Returns:
             ``[B, H, T, Dv]``, of the cache's dtype. What it holds at padding is unspecified but finite.
@@ -134,7 +147,10 @@ class CompressedKVCache(RowCache):
             TypeError, ValueError: arguments that do not fit or require a gradient, before anything is written.
             RuntimeError: an earlier call failed half-way; :meth:`reset` makes the cache usable again.
         """
-        new = NewTokens(layer, query, key, value, position_ids, attention_mask, scale, attend=True)
+        new = NewTokens(layer, query, key, value, position_ids, attention_mask, scale, True)
+        if sinks is not None or softcap is not None or alibi_slopes is not None:
+            given = {"sinks": sinks, "softcap": softcap, "alibi_slopes": alibi_slopes}
+            new.features = {name: feature for name, feature in given.items() if feature is not None}
         out = self._take_in(new)
         assert out is not None
         return out
@@ -162,7 +178,8 @@ class CompressedKVCache(RowCache):
         compiling = torch.compiler.is_compiling()
         if compiling or not is_plain(state, new):
             check_new_tokens(state, new)
-        if self._spec.policy.query_window and new.query is not None and state.layer.queries is None:
+        held = state.layer
+        if self._spec.policy.query_window and new.query is not None and held.queries is None and not held.spec.window:
             if compiling:
                 raise ValueError(
                     "num_heads must be given to CompressedKVCache when its first call is compiled, got None"

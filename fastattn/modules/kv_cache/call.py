@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ class NewTokens:
         attention_mask: bool ``[B, T]``, False for padding.
         scale: softmax scale.
         attend: the attention is wanted as well.
+        features: what changes the softmax, by the names of attention's arguments: ``sinks``, ``softcap``,
+            ``alibi_slopes``.
     """
 
     layer: int
@@ -34,6 +37,7 @@ class NewTokens:
     attention_mask: Tensor | None
     scale: float | None
     attend: bool
+    features: dict[str, Any] = field(default_factory=dict)
 
     def convert_(self, dtype: torch.dtype) -> None:
         """A mask of integers becomes one of bools and, under autocast, query, key and value take the cache's ``dtype``.
@@ -63,6 +67,7 @@ class LayerCall:
         position: int32 ``[B, T]``, -1 at padding.
         scale: softmax scale.
         attend: the attention is wanted as well.
+        features: what changes the softmax, by the names of attention's arguments.
         compiling: a graph is being traced.
         on_host: looking at values waits for no device.
         before: int32 ``[B, Hkv]``, the last layer's lengths before the call; None where nothing has been compressed,
@@ -73,6 +78,7 @@ class LayerCall:
         self.state = state
         self.query, self.key, self.value = new.query, new.key, new.value
         self.attend = new.attend
+        self.features = new.features
         self.tokens = new.key.shape[2]
         scale = fixed(new.scale) if compiling and new.scale is not None else new.scale
         self.scale = resolve_scale(scale, state.layer.spec.head_dim)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,11 @@ class CacheModule(nn.Module):
     _query_positions: Tensor
 
     def __init__(
-        self, spec: CacheSpec, rotary: Rotary | None, device: torch.device | str | None, persistent: bool
+        self,
+        spec: CacheSpec,
+        rotary: Rotary | Sequence[Rotary | None] | None,
+        device: torch.device | str | None,
+        persistent: bool,
     ) -> None:
         super().__init__()
         if not isinstance(persistent, bool):
@@ -55,7 +59,7 @@ class CacheModule(nn.Module):
                 CacheLayer(spec.layer(index), spec.batch_size, dtype, device) for index in range(spec.num_layers)
             )
             self._in_order: tuple[CacheLayer, ...] = tuple(self.layers)  # type: ignore[arg-type]
-            self.rotary = None if rotary is None else copy.deepcopy(rotary).to(self.device)
+            self._set_rotary(copy.deepcopy(rotary))
             sizes = {"rows": spec.batch_size, "ring": spec.ring_size}
             for buffer in SHARED_BUFFERS:
                 self.register_buffer(buffer.name, buffer.allocate(sizes, dtype, device))
@@ -73,6 +77,11 @@ class CacheModule(nn.Module):
     def budget(self) -> int | tuple[int, ...]:
         """Tokens kept per row and head; one number per layer where it was given so."""
         return self._spec.budget  # type: ignore[return-value]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Positions that a query sees, one number per layer; None where it sees all."""
+        return self._spec.windows
 
     @property
     def interval(self) -> int:
@@ -194,6 +203,10 @@ class CacheModule(nn.Module):
         check_layer(self._spec, layer)
         return self.layers[layer]  # type: ignore[return-value]
 
+    def _layers_with_queries(self) -> list[CacheLayer]:
+        """Those whose policy may look at queries: a window needs none."""
+        return [layer for layer in self._all_layers() if layer.spec.window is None]
+
     def _all_layers(self) -> list[CacheLayer]:
         return list(self.layers)  # type: ignore[arg-type]
 
@@ -217,7 +230,7 @@ class CacheModule(nn.Module):
     @property
     def _holds_queries(self) -> bool:
         """There is room for the newest queries; there is none before their number of heads is known."""
-        return self._all_layers()[0].queries is not None
+        return any(layer.queries is not None for layer in self._all_layers())
 
     def _ring(self) -> QueryRing:
         return QueryRing(self._query_index, self._query_positions)
@@ -227,11 +240,12 @@ class CacheModule(nn.Module):
         check_layer(self._spec, layer)
         # Past nn.Module's __getattr__, which would cost a step a call or two for every tensor.
         held: Any = self._buffers
+        by_layer: nn.ModuleList | None = self._modules.get("layer_rotary")  # type: ignore[assignment]
         return CallState(
             spec=self._spec,
             index=layer,
             layer=self._in_order[layer],
-            rotary=self._modules.get("rotary"),  # type: ignore[arg-type]
+            rotary=self._modules.get("rotary") if by_layer is None else by_layer[layer],  # type: ignore[arg-type]
             tokens_seen=held["tokens_seen"],
             columns=held["columns"],
             croppable=held["_croppable"],
@@ -242,10 +256,24 @@ class CacheModule(nn.Module):
 
     def _allocate_queries(self, num_heads: int) -> None:
         """Room for the newest queries, now that their number of heads is known."""
-        for layer in self._all_layers():
+        for layer in self._layers_with_queries():
             layer.allocate_queries(num_heads, self._spec.ring_size)
         if num_heads != self._spec.num_heads:
-            self._spec = self._spec.with_num_heads(num_heads, self.rotary)
+            self._spec = self._spec.with_num_heads(num_heads, self._given_rotary())
+
+    def _set_rotary(self, rotary: Rotary | Sequence[Rotary | None] | None) -> None:
+        """One rotation for all layers, ``rotary``, or one for each, ``layer_rotary``, the identity where it is None."""
+        self.layer_rotary: nn.ModuleList | None = None
+        if isinstance(rotary, (list, tuple)):
+            identity = Rotary(torch.zeros(0, device="cpu"))
+            self.layer_rotary = nn.ModuleList(identity if one is None else one for one in rotary).to(self.device)
+            self.rotary: Rotary | None = None
+        else:
+            self.rotary = rotary.to(self.device) if isinstance(rotary, Rotary) else None
+
+    def _given_rotary(self) -> Rotary | list[Rotary] | None:
+        """What the constructor was given, or the like."""
+        return self.rotary if self.layer_rotary is None else list(self.layer_rotary)  # type: ignore[arg-type]
 
     # -- saving, loading, copying, moving ----------------------------------------------------------------------------
 
@@ -269,7 +297,7 @@ class CacheModule(nn.Module):
         if left_out:
             return
         check_saved(self._spec, self.state_dict(), state_dict, prefix, strict=False)
-        for name, layer in zip(queries_names(self._spec, prefix), self._all_layers(), strict=False):
+        for name, layer in zip(queries_names(self._spec, prefix), self._layers_with_queries(), strict=False):
             if name in state_dict and layer.queries is None:
                 self._allocate_queries(state_dict[name].shape[1])
             elif layer.queries is not None and holds_no_query(state_dict, prefix):
@@ -318,4 +346,6 @@ class CacheModule(nn.Module):
             f"policy={self.policy}, budget={self.budget}, interval={self.interval}, max_step={self.max_step}, "
             f"num_layers={self.num_layers}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
             f"v_head_dim={self.v_head_dim}, latent_rank={self.latent_rank}, batch_size={self.batch_size}"
-        ) + ("" if self.storage is None else f", storage={self.storage!r}")
+            + (f", window={self.windows}" if any(self.windows) else "")
+            + ("" if self.storage is None else f", storage={self.storage!r}")
+        )

@@ -78,7 +78,7 @@ class RowCache(CacheModule):
                 f"rows must name as many rows as come from source, {source_rows.shape[0]}, got {rows.shape[0]}"
             )
         if source._holds_queries and not self._holds_queries:
-            self._allocate_queries(source._layer(0).queries.shape[1])  # type: ignore[union-attr]
+            self._allocate_queries(source._layers_with_queries()[0].queries.shape[1])  # type: ignore[union-attr]
         with torch.no_grad():
             given = source._named_buffers()
             for name, (buffer, tensor) in self._named_buffers().items():
@@ -129,7 +129,9 @@ class RowCache(CacheModule):
             arguments = self._spec.arguments(
                 policy=copy.deepcopy(self.policy), batch_size=index.shape[0], dtype=self.dtype
             )
-            chosen = type(self)(**arguments, rotary=self.rotary, device=self.device, persistent=self.persistent)
+            chosen = type(self)(
+                **arguments, rotary=self._given_rotary(), device=self.device, persistent=self.persistent
+            )
             for (buffer, new), (_, old) in zip(chosen._declared_buffers(), self._declared_buffers(), strict=True):
                 new.copy_(old.index_select(0, index) if buffer.per_row else old)
         return chosen
@@ -195,7 +197,7 @@ class RowCache(CacheModule):
         """:meth:`save`, with further tensors beside the buffers."""
         self._progress.require_complete()
         arguments = self._spec.arguments(dtype=str(self.dtype).removeprefix("torch."))
-        save_cache(path, arguments, self.rotary, self._named_buffers(), fingerprint, extras)
+        save_cache(path, arguments, self._given_rotary(), self._named_buffers(), fingerprint, extras)
 
     @classmethod
     def load(

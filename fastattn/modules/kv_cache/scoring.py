@@ -38,6 +38,8 @@ def policy_scores(
         ``[B, Hkv, C]``.
     """
     policy = call.state.spec.policy
+    if store.spec.window is not None:
+        return _no_score(store)  # of equal scores the newest are kept
 
     def score() -> Tensor:
         state = _cache_state(call, store, lengths, min_length, window(), call_queries)

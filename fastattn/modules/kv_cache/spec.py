@@ -28,6 +28,8 @@ class LayerSpec:
         latent_rank: the value is the key's first ``latent_rank`` dims; None where it is stored by itself.
         slot_state: names and dtypes of the numbers that the policy keeps per slot.
         storage: the format of quantised keys and values, None where they are stored as they come.
+        window: positions that a query sees, its own included. Such a layer keeps its newest ``window`` tokens, whatever
+            the policy says; None where the policy chooses.
     """
 
     budget: int
@@ -39,6 +41,7 @@ class LayerSpec:
     latent_rank: int | None
     slot_state: tuple[tuple[str, torch.dtype], ...] = ()
     storage: str | None = None
+    window: int | None = None
 
     @property
     def capacity(self) -> int:
@@ -77,12 +80,15 @@ class CacheSpec:
     max_step: int = 1
     dtype: torch.dtype | None = None
     storage: str | None = None
-    rotary: InitVar[Rotary | None] = None  # checked here, but kept by the cache: it moves with the buffers
+    window: int | Sequence[int | None] | None = None
+    # Checked here, but kept by the cache: it moves with the buffers.
+    rotary: InitVar[Rotary | Sequence[Rotary | None] | None] = None
 
-    def __post_init__(self, rotary: Rotary | None) -> None:
+    def __post_init__(self, rotary: Rotary | Sequence[Rotary | None] | None) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "batch_size", "interval", "max_step"):
             check_count(name, getattr(self, name), 1)
         object.__setattr__(self, "budget", checked_budget(self.budget, self.num_layers))
+        object.__setattr__(self, "window", checked_window(self.window, self.num_layers))
         check_count("policy.query_window", self.policy.query_window, 0)
         self._check_slot_state()
         self._check_widths()
@@ -97,7 +103,8 @@ class CacheSpec:
                 raise ValueError(
                     f"num_heads must be a multiple of num_kv_heads {self.num_kv_heads}, got {self.num_heads}"
                 )
-        for budget in sorted(set(self.budgets)):
+        chosen = {budget for budget, window in zip(self.budgets, self.windows, strict=True) if window is None}
+        for budget in sorted(chosen):
             self.policy.check(budget)
 
     def _check_storage(self, storage: str) -> None:
@@ -138,20 +145,31 @@ class CacheSpec:
                 raise ValueError(f"v_head_dim must be latent_rank {rank} or None, got {self.v_head_dim}")
         check_count("v_head_dim", self.value_dim, 1)
 
-    def _check_rotary(self, rotary: Rotary | None) -> None:
+    def _check_rotary(self, rotary: Rotary | Sequence[Rotary | None] | None) -> None:
         """A rotation where the policy needs one, of dims that a key has."""
         policy = self.policy
-        if rotary is not None and not isinstance(rotary, Rotary):
-            raise TypeError(f"rotary must be a Rotary or None, got {type(rotary).__name__}")
         if rotary is None and (policy.needs_rotary or policy.rerotate):
             raise ValueError(f"rotary must be given: {type(policy).__name__} needs the model's rotation, got None")
-        if rotary is not None and rotary.end > self.head_dim:
-            raise ValueError(f"rotary must rotate dims within head_dim {self.head_dim}, got dims up to {rotary.end}")
+        if isinstance(rotary, (list, tuple)) and len(rotary) != self.num_layers:
+            raise ValueError(
+                f"rotary must be one rotation, or one or None for each of the {self.num_layers} layers, got "
+                f"{len(rotary)}"
+            )
+        for one in rotary if isinstance(rotary, (list, tuple)) else (rotary,):
+            if one is not None and not isinstance(one, Rotary):
+                raise TypeError(f"rotary must be a Rotary, a list of them or None, got {type(one).__name__}")
+            if one is not None and one.end > self.head_dim:
+                raise ValueError(f"rotary must rotate dims within head_dim {self.head_dim}, got dims up to {one.end}")
 
     @property
     def budgets(self) -> tuple[int, ...]:
         """The budget of every layer."""
         return (self.budget,) * self.num_layers if isinstance(self.budget, int) else tuple(self.budget)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of every layer, None where a query sees all."""
+        return tuple(self.window) if isinstance(self.window, tuple) else (None,) * self.num_layers
 
     @property
     def value_dim(self) -> int:
@@ -170,7 +188,8 @@ class CacheSpec:
     @property
     def budgets_differ(self) -> bool:
         """Some layers are compressed when others are not."""
-        return len(set(self.budgets)) > 1
+        kept = {window or budget for budget, window in zip(self.budgets, self.windows, strict=True)}
+        return len(kept) > 1
 
     @property
     def needs_queries(self) -> bool:
@@ -180,24 +199,25 @@ class CacheSpec:
     def layer(self, index: int) -> LayerSpec:
         """What layer ``index`` holds."""
         return LayerSpec(
-            budget=self.budgets[index],
+            budget=self.windows[index] or self.budgets[index],
             interval=self.interval,
             max_step=self.max_step,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             v_head_dim=self.value_dim,
             latent_rank=self.latent_rank,
-            slot_state=tuple(self.policy.slot_state.items()),
+            slot_state=() if self.windows[index] else tuple(self.policy.slot_state.items()),
             storage=self.storage,
+            window=self.windows[index],
         )
 
-    def with_num_heads(self, num_heads: int, rotary: Rotary | None) -> CacheSpec:
+    def with_num_heads(self, num_heads: int, rotary: Rotary | Sequence[Rotary | None] | None) -> CacheSpec:
         """This spec once the number of query heads is known."""
         return replace(self, num_heads=num_heads, rotary=rotary)
 
     def arguments(self, **changed: Any) -> dict[str, Any]:
         """Keyword arguments of a cache of this spec, some of them changed."""
-        return {field.name: getattr(self, field.name) for field in fields(self)} | changed
+        return {one.name: getattr(self, one.name) for one in fields(self)} | changed
 
 
 def checked_budget(budget: object, num_layers: int) -> int | tuple[int, ...]:
@@ -214,3 +234,24 @@ def checked_budget(budget: object, num_layers: int) -> int | tuple[int, ...]:
     for layer, tokens in enumerate(budget):
         check_count(f"budget[{layer}]", tokens, 1)
     return tuple(budget)
+
+
+def checked_window(window: object, num_layers: int) -> tuple[int | None, ...] | None:
+    """``window`` as one number or None for every layer; None where no layer has one.
+
+    Raises:
+        TypeError, ValueError: not a number of at least 1, or not one for every layer.
+    """
+    if window is None:
+        return None
+    if isinstance(window, (str, bytes)) or not isinstance(window, Sequence):
+        check_count("window", window, 1)
+        return (window,) * num_layers  # type: ignore[return-value]
+    if len(window) != num_layers:
+        raise ValueError(
+            f"window must be one number, or one or None for each of the {num_layers} layers, got {len(window)}"
+        )
+    for layer, positions in enumerate(window):
+        if positions is not None:
+            check_count(f"window[{layer}]", positions, 1)
+    return tuple(window) if any(window) else None

@@ -20,15 +20,16 @@ from fastattn.modules.policies import Policy
 from fastattn.modules.rotary import Rotary
 
 FORMAT = "fastattn.kv_cache"
-VERSION = 1
+VERSION = 2  # 1 is written where layers have neither a window nor a rotation of their own
 _ROTARY = "rotary.inv_freq"
 _EXTRA = "extra."  # begins the names of tensors that are no buffers
+_LAYER_ROTARY = "rotary.{}.inv_freq"
 
 
 def save_cache(
     path: Path,
     arguments: dict[str, Any],
-    rotary: Rotary | None,
+    rotary: Rotary | list[Rotary] | None,
     buffers: dict[str, tuple[Buffer, Tensor]],
     fingerprint: str,
     extras: dict[str, Tensor],
@@ -38,20 +39,27 @@ def save_cache(
         raise TypeError(f"fingerprint must be a string, got {type(fingerprint).__name__}")
     tensors = {name: _filled(buffer, tensor, name, buffers) for name, (buffer, tensor) in buffers.items()}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    by_layer = isinstance(rotary, list) or arguments["window"] is not None
+    unsaid = ("policy",) if by_layer else ("policy", "window")
     header = {
-        "arguments": {name: value for name, value in arguments.items() if name != "policy"},
+        "arguments": {name: value for name, value in arguments.items() if name not in unsaid},
         "policy": _described(arguments["policy"]),
-        "rotary": None if rotary is None else _rotary_options(rotary),
+        "rotary": [_rotary_options(one) for one in rotary] if isinstance(rotary, list) else _rotary_options(rotary),
         "shapes": {name: list(tensor.shape) for name, (_, tensor) in buffers.items()},
         "storage": arguments["storage"],
         "tokens_seen": buffers["tokens_seen"][1].tolist(),
         "fingerprint": fingerprint,
     }
-    if rotary is not None:
+    if isinstance(rotary, list):
+        tensors |= {
+            _LAYER_ROTARY.format(layer): one.inv_freq.detach().cpu().clone() for layer, one in enumerate(rotary)
+        }
+    elif rotary is not None:
         tensors[_ROTARY] = rotary.inv_freq.detach().cpu().contiguous()
     tensors |= {_EXTRA + name: tensor.detach().cpu().contiguous() for name, tensor in extras.items()}
     text = json.dumps(header, sort_keys=True)
-    metadata = {"format": FORMAT, "version": str(VERSION), "header": text, "sha256": _digest(tensors, text)}
+    version = str(VERSION if by_layer else 1)
+    metadata = {"format": FORMAT, "version": version, "header": text, "sha256": _digest(tensors, text)}
     _write(path, tensors, metadata)
 
 
@@ -98,7 +106,11 @@ class SavedCache:
         arguments["dtype"] = getattr(torch, arguments["dtype"])
         arguments["policy"] = _restored(self.header["policy"], self.path) if policy is None else policy
         options = self.header["rotary"]
-        arguments["rotary"] = None if options is None else Rotary(self.tensors[_ROTARY], **options)
+        if isinstance(options, list):
+            names = [_LAYER_ROTARY.format(layer) for layer in range(len(options))]
+            arguments["rotary"] = [Rotary(self.tensors[n], **one) for n, one in zip(names, options, strict=True)]
+        else:
+            arguments["rotary"] = None if options is None else Rotary(self.tensors[_ROTARY], **options)
         return arguments
 
     def fill_(self, name: str, buffer: Buffer, tensor: Tensor) -> None:
@@ -119,12 +131,16 @@ def _filled(buffer: Buffer, tensor: Tensor, name: str, buffers: dict[str, tuple[
     return tensor[:, :, : int(lengths.max())]
 
 
-def _rotary_options(rotary: Rotary) -> dict[str, Any]:
-    return {
-        "interleave": rotary.interleave,
-        "attention_factor": rotary.attention_factor,
-        "start": rotary.start,
-    }
+def _rotary_options(rotary: Rotary | None) -> dict[str, Any] | None:
+    return (
+        None
+        if rotary is None
+        else {
+            "interleave": rotary.interleave,
+            "attention_factor": rotary.attention_factor,
+            "start": rotary.start,
+        }
+    )
 
 
 def _described(policy: Policy) -> dict[str, Any]:

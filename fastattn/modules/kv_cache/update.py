@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.modules.kv_cache.attention import attend_after_append, attend_to_cache_and_call
+from fastattn.modules.kv_cache.attention import attend_after_append, attend_to_cache_and_call, goes_by_position
 from fastattn.modules.kv_cache.call import LayerCall
 from fastattn.modules.kv_cache.query_ring import QueryRing, write_queries_
 from fastattn.modules.kv_cache.scoring import observe_queries, policy_scores
@@ -15,11 +15,7 @@ from fastattn.modules.policies import QueryWindow
 
 def update_layer(call: LayerCall) -> Tensor | None:
     """Take in the new tokens, and return their attention if the call wants it."""
-    if call.is_step:
-        out = _step(call)
-    else:
-        out = attend_to_cache_and_call(call) if call.attend else None
-        _take_in_prompt(call)
+    out = _step(call) if call.is_step else _take_in_prompt(call)
     if call.state.is_last:
         _advance_counters(call)
     elif call.before is not None:
@@ -31,14 +27,11 @@ def _step(call: LayerCall) -> Tensor | None:
     """A decode step: compress the rows and heads that are full, append in place, attend to the slots."""
     layer = call.state.layer
     _compress_full(call)
-    # With padding among several tokens the newest slots of a row are not the queries' own.
-    append_first = call.mask is None or call.tokens == 1
-    out = None if append_first or not call.attend else attend_to_cache_and_call(call)
     layer.append_(call.key, call.value, call.position)
-    if call.attend and append_first:
-        out = attend_after_append(call)
+    out = attend_after_append(call, layer) if call.attend else None
     queries = layer._buffers.get("queries")
-    if queries is not None and call.query is not None:
+    # A window keeps no queries, but the ring is written with the last layer, whatever that is.
+    if call.query is not None and (queries is not None or (layer.spec.window and call.state.ring.size)):
         _store_queries(call, queries, call.query)
     if layer.spec.slot_state:
         observe_queries(call, layer, lambda: _window_after_call(call))
@@ -62,12 +55,16 @@ def _compress_full(call: LayerCall) -> None:
     layer.compact_(scores, full, lengths)
 
 
-def _take_in_prompt(call: LayerCall) -> None:
-    """A prompt, a chunk, a turn: append to a work store, compress that to the budget, take over the result."""
+def _take_in_prompt(call: LayerCall) -> Tensor | None:
+    """A prompt, a chunk, a turn: attend, append to a work store, compress that to the budget, take over the result."""
     _remember_lengths(call)
     state, layer = call.state, call.state.layer
+    by_position = call.attend and goes_by_position(call)
+    out = attend_to_cache_and_call(call) if call.attend and not by_position else None
     work = WorkStore(layer, call.tokens)
     work.append_(call.key, call.value, call.position)
+    if by_position:
+        out = attend_after_append(call, work)
     queries, ring = _queries_after_call(call)
     if layer.spec.slot_state:
         observe_queries(call, work, lambda: _newest_queries(call, queries, ring))
@@ -83,6 +80,7 @@ def _take_in_prompt(call: LayerCall) -> None:
     if queries is not None and layer.queries is not None:
         layer.queries.copy_(queries)
         state.ring.copy_(ring)
+    return out
 
 
 def _remember_lengths(call: LayerCall) -> None:
@@ -135,14 +133,15 @@ def _advance_counters(call: LayerCall) -> None:
 # -- the newest queries ----------------------------------------------------------------------------------------------
 
 
-def _store_queries(call: LayerCall, queries: Tensor, query: Tensor) -> None:
-    """Put the new queries into the layer's, and note them in the ring with the last layer.
+def _store_queries(call: LayerCall, queries: Tensor | None, query: Tensor) -> None:
+    """Put the new queries into the layer's, if it keeps them, and note them in the ring with the last layer.
 
     Until then the ring says what each layer held before the call, which is what a layer is compressed by.
     """
     state = call.state
     place, index = state.ring.places(state.tokens_seen, call.position, all_real=call.mask is None)
-    write_queries_(queries, place, query)
+    if queries is not None:
+        write_queries_(queries, place, query)
     if state.is_last:
         state.ring.copy_(state.ring.after_call(place, index, call.position))
 

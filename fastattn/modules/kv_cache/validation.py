@@ -12,6 +12,7 @@ from fastattn import validation as check
 from fastattn.modules.kv_cache.call import NewTokens
 from fastattn.modules.kv_cache.spec import CacheSpec
 from fastattn.modules.kv_cache.state import CallState
+from fastattn.ops._features import check_features
 from fastattn.ops.cache import check_finite
 
 _LAST_POSITION = 2**31 - 1
@@ -88,7 +89,8 @@ def check_croppable_rows(tokens: Tensor, croppable: Tensor) -> None:
 
 def queries_names(spec: CacheSpec, prefix: str) -> list[str]:
     """What the layers' newest queries are called in a state; none where the policy keeps no queries."""
-    return [f"{prefix}layers.{layer}.queries" for layer in range(spec.num_layers)] if spec.ring_size else []
+    with_queries = [layer for layer, window in enumerate(spec.windows) if window is None] if spec.ring_size else []
+    return [f"{prefix}layers.{layer}.queries" for layer in with_queries]
 
 
 def holds_no_query(state: Mapping[str, Any], prefix: str) -> bool:
@@ -111,10 +113,10 @@ def check_saved(
         )
     shapes = {f"{prefix}{name}": list(value.shape) for name, value in held.items() if name != HALF_WRITTEN}
     late = queries_names(spec, prefix)
-    for layer, name in enumerate(late):
+    for name in late:
         if name in saved and name not in shapes:
             heads = spec.num_heads or saved[name].shape[1]
-            shapes[name] = [spec.batch_size, heads, spec.ring_size + 1, spec.layer(layer).head_dim]
+            shapes[name] = [spec.batch_size, heads, spec.ring_size + 1, spec.head_dim]
     for name, expected in shapes.items():
         actual = list(getattr(saved.get(name), "shape", ()))
         if name in saved and actual != expected:
@@ -159,7 +161,7 @@ def is_plain(state: CallState, new: NewTokens) -> bool:
     spec, layer, keys = state.spec, state.layer.spec, state.layer._buffers["keys"]
     if keys is None or query.dim() != 4 or layer.latent_rank is not None:
         return False
-    if layer.storage is not None:
+    if layer.storage is not None or new.features:
         return False
     if state.index == 0 and not (new.attention_mask is None and new.position_ids is None):
         return False
@@ -235,6 +237,12 @@ def check_new_tokens(state: CallState, new: NewTokens) -> None:
         mask = new.attention_mask
         real = torch.ones(rows, tokens, dtype=torch.bool) if mask is None or mask.shape != (rows, tokens) else mask
         check_finite(real, key=new.key, value=new.value)
+    if new.query is not None and new.features:
+        sinks, softcap, slopes = (new.features.get(name) for name in ("sinks", "softcap", "alibi_slopes"))
+        check_features("CompressedKVCache", new.query, "query", None, sinks, softcap, slopes)
+        check.check_no_grad("CompressedKVCache", sinks=sinks)
+        if slopes is not None and layer.latent_rank is not None:
+            raise ValueError("alibi_slopes must be None for a latent cache, got a tensor")
     _check_mask_and_positions(state, new, rows, tokens)
 
 
@@ -250,11 +258,6 @@ def _check_mask_and_positions(state: CallState, new: NewTokens, rows: int, token
             raise TypeError(f"position_ids must be integers, got {position_ids.dtype}")
     if not state.is_first or not check.checks_values(new.key):
         return
-    if mask is not None:
-        split = check.find_split_row(mask)
-        if split is not None:
-            row, runs = split
-            raise ValueError(f"attention_mask must be one run of real tokens per row, got {runs} in row {row}")
     if position_ids is not None:
         _check_position_values(state, position_ids, mask)
 
@@ -297,11 +300,11 @@ def _check_position_values(state: CallState, position_ids: Tensor, mask: Tensor 
         raise ValueError("position_ids must not be negative at real tokens")
     if bool((real_ids > _LAST_POSITION).any()):  # they are kept as int32
         raise ValueError(f"position_ids must be at most {_LAST_POSITION}, got {int(real_ids.max())}")
-    both = mask[:, 1:] & mask[:, :-1]
-    falling = both & (position_ids[:, 1:] <= position_ids[:, :-1])
+    before = position_ids.masked_fill(~mask, -1).cummax(1).values[:, :-1]  # over padding between real tokens too
+    falling = mask[:, 1:] & (position_ids[:, 1:] <= before)
     if bool(falling.any()):
         row, column = falling.nonzero()[0].tolist()
-        pair = position_ids[row, column : column + 2].tolist()
+        pair = int(before[row, column]), int(position_ids[row, column + 1])
         raise ValueError(f"position_ids must rise over a row's real tokens, got {pair[0]} then {pair[1]} in row {row}")
     if position_ids.shape[1] == 0:
         return
