@@ -6,7 +6,7 @@ Importing this needs no transformers. What differs between releases is in ``tran
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 # The keyword argument that hands a compressed cache on from a model's forward to its attention calls.
 CACHE_KEYWORD = "fastattn_cache"
 
-# Keyword arguments that are known to change attention, with what they ask for. No cache of this package and no layer of
-# low-rank attention serves them, so each is refused where it is set. This is the only such list.
+# Keyword arguments that are known to change attention, with what they ask for. Each is refused where it is set and not
+# served. This is the only such list.
 CHANGES_ATTENTION = {
     "s_aux": "a learned attention sink",
     "sinks": "a learned attention sink",
@@ -48,6 +48,14 @@ CHANGES_ATTENTION = {
     "topk_indices": "sparse attention over chosen tokens",
 }
 
+# What attention calls name the features that a compressed cache serves, and what its own arguments are called.
+SERVED_BY_CACHE = {
+    "s_aux": "sinks",
+    "sinks": "sinks",
+    "softcap": "softcap",
+    "attn_logit_softcapping": "softcap",
+}
+
 # Keyword arguments, tensors mostly, that are known to ask nothing of attention: no warning about them.
 _HARMLESS = frozenset(
     {
@@ -70,7 +78,7 @@ _HARMLESS = frozenset(
 _WARNED: set[str] = set()
 
 
-def check_arguments(arguments: Mapping[str, Any], server: str) -> None:
+def check_arguments(arguments: Mapping[str, Any], server: str, served: Collection[str] = ()) -> None:
     """Refuse the arguments of an attention call that change attention; warn once about unknown tensors.
 
     What else comes (a tokenizer, stop strings) is for other parts of the model and is passed over. No value is shown:
@@ -79,6 +87,7 @@ def check_arguments(arguments: Mapping[str, Any], server: str) -> None:
     Args:
         arguments: keyword arguments of an attention call.
         server: what serves it, for messages.
+        served: names that change attention and are served.
 
     Raises:
         ValueError: an argument of :data:`CHANGES_ATTENTION` that is set, dropout, or is_causal=False.
@@ -86,7 +95,7 @@ def check_arguments(arguments: Mapping[str, Any], server: str) -> None:
     for name, value in arguments.items():
         if name == "is_causal" and value is False:
             raise ValueError(f"is_causal must be True with {server}, which serves causal attention only")
-        if name in _HARMLESS or value is None or value is False:
+        if name in _HARMLESS or name in served or value is None or value is False:
             continue
         if name == "dropout":
             if value == 0:

@@ -60,6 +60,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     ),
     "cohere": ("Cohere", {}),
+    "gemma2": (  # soft caps, in two layers of which one has a window
+        "Gemma2",
+        {"head_dim": 16, "sliding_window": 16, "attn_logit_softcapping": 2.0, "attn_implementation": "eager"},
+    ),
+    "gpt_oss": (  # learned sinks
+        "GptOss",
+        {"head_dim": 16, "sliding_window": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
+        | {"attn_implementation": "eager"},
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0], "use_sliding_window": False}),  # a layer without rotation
+    "cohere2": (  # full attention without rotation
+        "Cohere2",
+        {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
 }
 
 

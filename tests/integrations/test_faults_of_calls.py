@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from fastattn.integrations.transformers import compressed_cache, prefill
-from tests._helpers.hf_models import make_causal_lm, make_model, ragged_prompt
+from tests._helpers.hf_models import make_model, ragged_prompt
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")]
 GREEDY = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 12}
@@ -46,10 +46,6 @@ def two_rotary_embeddings():
 UNROTATED = {
     "gpt2": (gpt2, "no rotary embedding"),
     "opt": (opt, "no rotary embedding"),
-    "a layer without rotation": (
-        lambda: make_causal_lm("SmolLM3", no_rope_layers=[1, 0]),
-        "layer 1 .* is not rotated",
-    ),
     "two rotary embeddings": (two_rotary_embeddings, "several rotary embeddings"),
 }
 

@@ -39,6 +39,20 @@ def test_nothing_evicted_gives_the_tokens_of_the_default_cache(family):
     assert len(set(expected_first[0, 40:].tolist())) > 4
 
 
+@pytest.mark.parametrize("family", ["llama", "smollm3", "gpt_oss"])
+def test_padding_between_the_tokens_of_a_row(family):
+    model = make_model(family)
+    ids, mask = ragged_prompt()
+    mask[0, 7:9] = mask[1, 20] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        cache = compressed_cache(model, "key_diff", 128, batch_size=3)
+        logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True).logits
+    assert cache.kv.tokens_seen.tolist() == [38, 26, 14]
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("family", ["llama", "llama_eager", "qwen2_windows", "gemma3"])
 def test_calls_with_another_cache_or_none_are_unchanged(family):
     model = make_model(family)

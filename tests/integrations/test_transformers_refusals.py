@@ -30,12 +30,6 @@ DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 MODELS = {
     "frequencies that grow": ("Llama", {"rope_parameters": DYNAMIC_ROPE}, '"dynamic"'),
     "two sets of frequencies": ("Llama", {"rope_parameters": LONG_ROPE}, '"longrope"'),
-    "learned sinks": (
-        "GptOss",
-        {"head_dim": 16, "num_local_experts": 4, "layer_types": ["full_attention"] * 2},
-        "learned attention sink",
-    ),
-    "soft caps": ("Gemma2", {"head_dim": 16, "layer_types": ["full_attention"] * 2}, "soft-capping .* softcap=50"),
     "windows only": ("Mistral", {"sliding_window": 16}, "sliding-window layers only"),
     "convolutions": ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
     "both directions": ("Gemma3", {"head_dim": 16, "use_bidirectional_attention": True}, "bidirectional"),
@@ -132,10 +126,8 @@ CALLS = {
     "a prepared mask": ({"attention_mask": torch.zeros(3, 1, 40, 40)}, "got a prepared mask"),
     "a prepared boolean mask": ({"attention_mask": torch.ones(3, 1, 40, 40) > 0}, "got a prepared mask"),
     "a short mask": ({"attention_mask": torch.ones(3, 20)}, "with at least the 40 new columns"),
-    "a hole in a row": ({"attention_mask": torch.ones(3, 40).index_fill(1, torch.tensor([7]), 0)}, "one run of real"),
     "packed sequences": ({"cu_seq_lens_q": torch.tensor([0, 20, 40])}, "packed batch of sequences"),
     "restarting positions": ({"position_ids": (torch.arange(40) % 20).expand(3, -1)}, "position_ids must rise"),
-    "a soft cap": ({"softcap": 30.0}, "soft-capping"),
     "both directions": ({"is_causal": False}, "is_causal must be True"),
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.integrations._arguments import check_arguments
+from fastattn.integrations._arguments import SERVED_BY_CACHE, check_arguments
 from fastattn.integrations.transformers import _versions
 from fastattn.integrations.transformers._attention import new_token_mask, previous_attention
 from fastattn.integrations.transformers._drafts import limit_drafts
@@ -61,8 +61,8 @@ def compressed_cache(
 
     Raises:
         TypeError, ValueError: an argument of another type or range, or a model that cannot be served, and why: no
-            rotary embedding, or one whose frequencies change with the length of the text; learned sinks, soft caps,
-            bidirectional or cross-attention; sliding-window layers only; layers that differ, share a cache or are of
+            rotary embedding, or one whose frequencies change with the length of the text; bidirectional or
+            cross-attention; sliding-window layers only; layers that differ, share a cache or are of
             another kind (convolutions, recurrent states). The model is then as it was.
     """
     policy = resolve_policy(policy)
@@ -131,7 +131,10 @@ class CompressedCache(ForwardedCache):
         slot = self._slots[module.layer_idx]
         if slot is None:
             return previous_attention(module)(module, query, key, value, attention_mask, **arguments)
-        check_arguments(arguments, "a compressed cache")
+        check_arguments(arguments, "a compressed cache", SERVED_BY_CACHE)
+        features = {
+            SERVED_BY_CACHE[name]: arguments[name] for name in SERVED_BY_CACHE if arguments.get(name) is not None
+        }
         mask, position_ids = new_token_mask(attention_mask), arguments.get("position_ids")
         out = self.kv.attend(
             slot,
@@ -141,6 +144,7 @@ class CompressedCache(ForwardedCache):
             position_ids=position_ids,
             attention_mask=mask,
             scale=arguments.get("scaling"),
+            **features,
         )
         if slot == self._last:
             self.entered = False

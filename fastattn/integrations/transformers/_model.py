@@ -7,7 +7,6 @@ shows every attention call it makes, what it passes, and how queries and keys ar
 from __future__ import annotations
 
 import threading
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from fastattn.integrations._arguments import CACHE_KEYWORD, check_arguments
+from fastattn.integrations._arguments import CACHE_KEYWORD, SERVED_BY_CACHE, check_arguments
 from fastattn.integrations._placement import device_of
 from fastattn.integrations.transformers import _versions
 from fastattn.integrations.transformers._attention import (
@@ -34,7 +33,7 @@ from fastattn.integrations.transformers._checks import (
 )
 from fastattn.integrations.transformers._heads import check_spread, find_shard
 from fastattn.integrations.transformers._layers import CompressedLayer, ForwardedCache
-from fastattn.integrations.transformers._rotary import checked_rotary, find_rotary, low_rank_rotary
+from fastattn.integrations.transformers._rotary import checked_rotary, described, find_rotary, low_rank_rotary
 from fastattn.modules.low_rank import LowRankAttention
 from fastattn.modules.rotary import Rotary
 
@@ -49,7 +48,8 @@ class ModelSpec:
         slots: per layer of the model, its index among the full-attention layers, None for a sliding window.
         num_heads, num_kv_heads, head_dim, v_head_dim: of every full-attention layer.
         latent_rank: rank of the latents that layers of low-rank attention store, None for other models.
-        rotary: the model's rotation; None where no single one explains all layers.
+        rotary: the model's rotation, or one for every full-attention layer, None in it for a layer that does not
+            rotate; None where what the layers do is not explained.
         no_rotary: why there is none.
         dtype, device: of its keys.
         head_shard: which part of the heads this is, where they are spread over ranks.
@@ -61,7 +61,7 @@ class ModelSpec:
     head_dim: int
     v_head_dim: int
     latent_rank: int | None
-    rotary: Rotary | None
+    rotary: Rotary | list[Rotary | None] | None
     dtype: torch.dtype
     device: torch.device
     no_rotary: str = ""
@@ -90,8 +90,8 @@ class ModelSpec:
         pattern = "".join("w" if slot is None else "f" for slot in self.slots)
         rotation = "of each layer's own"
         if self.rotary is not None:
-            frequencies = zlib.crc32(self.rotary.inv_freq.cpu().numpy().tobytes())
-            rotation = f"{self.rotary.extra_repr()} #{frequencies:08x}"
+            each = self.rotary if isinstance(self.rotary, list) else [self.rotary]
+            rotation = "; ".join(dict.fromkeys(described(rotary) for rotary in each))
         return (
             f"layers {pattern} (f: full, w: window), {self.num_heads} query heads of {self.head_dim} dims, "
             f"{self.num_kv_heads} key/value heads, value dim {self.v_head_dim}, latent rank {self.latent_rank}, "
@@ -250,7 +250,7 @@ class _Examination(ForwardedCache):
         call = {"module": module, "query": query, "key": key, "value": value, "mask": attention_mask, **arguments}
         self.calls.setdefault(module.layer_idx, []).append(call)
         if isinstance(self.layers[module.layer_idx], CompressedLayer):
-            check_arguments(arguments, "a compressed cache")
+            check_arguments(arguments, "a compressed cache", SERVED_BY_CACHE)
             new_token_mask(attention_mask)
         # All zeros: every position then has the same input in the next layer too.
         rows, heads, tokens, _ = query.shape
@@ -301,6 +301,7 @@ def _examine(decoder: Any, hook: CacheHook) -> ModelSpec:
     shapes = {_shape_of(call) for call in full}
     if len(shapes) > 1:
         raise ValueError(f"the full-attention layers of {name} differ (heads, dims, dtype, device): {sorted(shapes)}")
+    rotary: Rotary | list[Rotary | None] | None
     rotary, no_rotary = low_rank_rotary(full) if low_rank else checked_rotary(name, full, positions, found)
     query, key, value = full[0]["query"], full[0]["key"], full[0]["value"]
     return ModelSpec(

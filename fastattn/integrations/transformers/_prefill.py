@@ -35,7 +35,7 @@ def prefill(
         cache: from :func:`compressed_cache`.
         chunk_size: tokens per forward pass.
         attention_mask: ``[B, T]``, 0 or False at padding; may also cover the columns fed earlier, as ``generate`` has
-            it. A row's real tokens must be contiguous within a chunk.
+            it.
         progress: show a progress bar where there is more than one chunk.
 
     Returns:

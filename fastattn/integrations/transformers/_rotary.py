@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -101,22 +102,44 @@ def rotation_of(rotated: Tensor, positions: Tensor, inv_freq: Tensor, factor: fl
 
 def checked_rotary(
     name: str, calls: list[dict[str, Any]], positions: Tensor, found: tuple[Tensor, float] | str | None
-) -> tuple[Rotary | None, str]:
-    """The rotation that explains what queries and keys of all layers have in common, or None and why there is none."""
+) -> tuple[Rotary | list[Rotary | None] | None, str]:
+    """The rotation that explains what queries and keys of all layers have in common, or None and why there is none.
+
+    Where some layers do not rotate at all, a list with None for those.
+    """
     if found is None:
         return None, f"{name} has no rotary embedding (a module with inv_freq)"
     if isinstance(found, str):
         return None, found
-    rotary = rotation_of(calls[0]["query"], positions, *found)
+    each = []
+    rotation = None
     for call in calls:
+        if rotation is None or not _explained(rotation, call, positions):
+            rotation = rotation_of(call["query"], positions, *found)
         for part in ("query", "key"):
-            if not rotary.explains(call[part], positions):
+            if not rotation.explains(call[part], positions) and not _stands_still(call, rotation.tolerance):
                 index = call["module"].layer_idx
                 return None, (
-                    f"the {part} of layer {index} of {name} is not rotated as {rotary.rotary}, which its rotary "
-                    "embedding stands for: the layer does not rotate, or norms come after the rotation"
+                    f"the {part} of layer {index} of {name} is not rotated as {rotation.rotary}, which its rotary "
+                    "embedding stands for: norms come after the rotation, or it rotates in another way"
                 )
-    return rotary.rotary, ""
+        each.append(rotation.rotary if _explained(rotation, call, positions) else None)
+    rotary = next((one for one in each if one is not None), None)
+    if all(one is rotary for one in each):
+        return (rotary, "") if rotary is not None else ([None] * len(each), "")
+    return each, ""
+
+
+def _explained(rotation: Rotation, call: dict[str, Any], positions: Tensor) -> bool:
+    return rotation.explains(call["query"], positions) and rotation.explains(call["key"], positions)
+
+
+def _stands_still(call: dict[str, Any], tolerance: float) -> bool:
+    """One vector gives the same query and key at every position: the layer does not rotate."""
+    return all(
+        bool((part - part[:, :, :1]).abs().max() <= tolerance * part.abs().max())
+        for part in (call["query"], call["key"])
+    )
 
 
 def low_rank_rotary(calls: list[dict[str, Any]]) -> tuple[Rotary | None, str]:
@@ -131,3 +154,10 @@ def low_rank_rotary(calls: list[dict[str, Any]]) -> tuple[Rotary | None, str]:
                 'LowRankConfig(rope_selection="uniform") and a number for freq_fold to give them one rotation'
             )
     return first, ""
+
+
+def described(rotary: Rotary | None) -> str:
+    """Equal for rotations that are."""
+    if rotary is None:
+        return "none"
+    return f"{rotary.extra_repr()} #{zlib.crc32(rotary.inv_freq.cpu().numpy().tobytes()):08x}"
