@@ -331,7 +331,8 @@ def attention_backward(
     delta = delta_of(grad_out, out.contiguous(), lse)
     group, rows = heads // kv_heads, batch * heads * queries
     widest = max(sum(_launch.split_columns(key_dim)), _launch.next_power_of_two(value_dim, 16))
-    for_keys, for_queries = backward_configs(_launch.target_of(query).family, widest, query.itemsize)
+    by_score = bool(window) or softcap > 0 or alibi_slopes is not None or cu_seqlens_q is not None
+    for_keys, for_queries = backward_configs(_launch.target_of(query).family, widest, query.itemsize, by_score)
     inputs = (
         *(grad_out, query, key, value, lse, delta),
         query if key_start is None else key_start.contiguous(),
@@ -388,7 +389,10 @@ def offline_cases() -> list[OfflineCase]:
 
     return [
         *(case(f"{dk}/{dv}", dk, dv) for dk, dv in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))),
-        case("128/128 window, cap, slopes", 128, 128, features=(1024, 50.0, torch.empty(32, device="meta"))),
+        *(
+            case(f"{dim}/{dim} window, cap, slopes", dim, dim, features=(1024, 50.0, torch.empty(32, device="meta")))
+            for dim in (64, 96, 128, 256)
+        ),
         case("128/128 float32", 128, 128, dtype=torch.float32),
         case("256/256 float32", 256, 256, dtype=torch.float32),
     ]

@@ -104,7 +104,7 @@ def decode_config(family: str, rows: int, slot_bytes: int, itemsize: int) -> Spl
 # Rows are limited where the accumulator (rows * value dim numbers) spills.
 _DECODE = {
     # 227 KiB per block: two programs of about 100 KiB overlap one's start with the other's loads
-    "sm_90": ((256, 64, 128, 4, 3, 2), (512, 64, 64, 4, 3, 2), (1024, 64, 32, 4, 3, 2), (2048, 32, 32, 8, 2, 1)),
+    "sm_90": ((256, 64, 128, 4, 3, 2), (512, 64, 64, 4, 3, 2), (1024, 64, 32, 4, 3, 2), (2048, 32, 32, 8, 3, 1)),
     "sm_100": ((256, 64, 128, 4, 3, 2), (512, 64, 64, 4, 3, 2), (1024, 64, 32, 4, 3, 2), (2048, 32, 32, 8, 2, 1)),
     # 163 KiB: two programs of 64 to 80 KiB
     "sm_80": ((256, 64, 128, 4, 2, 2), (512, 64, 64, 4, 2, 2), (1024, 32, 32, 4, 2, 2), (2048, 32, 16, 8, 2, 2)),
@@ -140,11 +140,17 @@ _MANY = 1 << 30
 # (rows + stages * keys) * 1,152 bytes at 512 + 64 columns in 16 bits. Float32 has no matrix unit that rounds as IEEE
 # asks: small tiles.
 _LATENT = {
-    # 64 x 64 is the largest tile whose accumulator stays in registers: 221,184 bytes, warp-group products
+    # 64 x 64 is the largest tile whose accumulator stays in registers: 221,184 bytes, warp-group products, of which both
+    # groups compute the one by keys. With 4 warps the query is loaded half as often, and two programs share a processor
     "sm_90": {
-        "rank 512": ((16, 16, 32, 4, 3, 2), (32, 32, 32, 8, 3, 1), (_MANY, 64, 64, 8, 2, 1)),
+        "rank 512": ((16, 16, 32, 4, 3, 2), (32, 32, 32, 4, 3, 2), (_MANY, 64, 64, 8, 2, 1)),
         "rank 512, rope 128": ((16, 16, 32, 4, 3, 2), (_MANY, 32, 32, 8, 3, 1)),  # 64 rows spill
-        "rank 256": ((16, 16, 64, 4, 3, 2), (32, 32, 64, 4, 3, 2), (_MANY, 64, 64, 8, 2, 1)),
+        "rank 256": (
+            (16, 16, 64, 4, 3, 2),
+            (32, 32, 64, 4, 3, 2),
+            (64, 64, 64, 4, 3, 1),
+            (_MANY, 128, 64, 8, 3, 1),
+        ),
         "float32": ((_MANY, 16, 32, 8, 1, 1),),
     },
     # tcgen05 keeps copies of the operands in shared memory: half the keys
@@ -198,12 +204,12 @@ def attention_config(family: str, rows: int, columns: int, itemsize: int, featur
 # (largest head dim, tile for many rows, tile for at most 64 rows); a tile is (rows, keys, warps, stages).
 # 128 rows give a matrix unit two times 64; more keys per tile amortize the softmax, until shared memory is full.
 _ATTENTION = {
-    # at 128/128, 128 keys spill; three stages of 64 keys fit with room to spare
+    # at 128/128, 128 keys spill; with two stages no load is under way while a tile is multiplied
     "sm_90": (
         (64, (128, 128, 8, 3), (64, 128, 4, 3)),
         (128, (128, 64, 8, 3), (64, 64, 4, 3)),
-        (192, (128, 64, 8, 3), (64, 64, 4, 2)),
-        (256, (128, 32, 8, 2), (64, 32, 4, 2)),
+        (192, (128, 64, 8, 3), (64, 64, 4, 3)),
+        (256, (128, 32, 8, 3), (64, 32, 4, 3)),
     ),
     "sm_100": (
         (64, (128, 64, 8, 3), (64, 64, 4, 3)),
@@ -238,24 +244,31 @@ _ATTENTION_FLOAT32 = {
 }
 
 
-def backward_configs(family: str, columns: int, itemsize: int) -> tuple[Config, Config]:
-    """The tiles of attention's gradient by keys and by queries: a program owns ``rows`` and loops over ``keys``."""
+def backward_configs(family: str, columns: int, itemsize: int, features: bool = False) -> tuple[Config, Config]:
+    """The tiles of attention's gradient by keys and by queries: a program owns ``rows`` and loops over ``keys``.
+
+    ``features``: windows, caps, slopes or packed rows take registers that the tile by keys hasn't left.
+    """
     if itemsize == 4:
         tile = Config(16, 16, 4 if family == "gfx942" else 8, 1)  # larger ones spill kilobytes
         return tile, tile
     for largest, by_keys, by_queries in _BACKWARD[family]:
         if columns <= largest:
-            return Config(*by_keys), Config(*by_queries)
+            rows, keys, warps, stages = by_keys
+            if features and columns <= 128 and family in ("sm_80", "sm_90"):
+                keys //= 2
+            return Config(rows, keys, warps, stages), Config(*by_queries)
     raise ValueError(f"attention supports up to {_BACKWARD[family][-1][0]} columns, got {columns}")
 
 
 # (largest head dim, tile by keys, tile by queries). Two accumulators and five products: smaller tiles than forward.
-_BACKWARD = {
+_BACKWARD: dict[str, tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]] = {
+    # two warp groups (8 warps) want 128 rows: over 64, both compute all of a product that another product follows
     "sm_90": (
-        (64, (64, 64, 4, 2), (64, 64, 4, 3)),
-        (128, (64, 64, 8, 2), (64, 64, 8, 2)),
-        (192, (64, 32, 8, 2), (64, 32, 8, 2)),
-        (256, (64, 32, 8, 1), (64, 32, 8, 2)),
+        (64, (64, 64, 4, 3), (64, 64, 4, 3)),
+        (128, (128, 32, 8, 3), (128, 64, 8, 3)),
+        (192, (128, 16, 8, 3), (128, 32, 8, 3)),
+        (256, (64, 32, 8, 3), (128, 32, 8, 3)),  # by keys, 128 rows spill a kilobyte
     ),
     "sm_100": (
         (64, (64, 64, 4, 2), (64, 64, 4, 2)),
@@ -263,17 +276,18 @@ _BACKWARD = {
         (192, (64, 32, 8, 1), (64, 32, 8, 1)),
         (256, (64, 32, 8, 1), (64, 32, 8, 1)),
     ),
+    # four warps where they don't spill: eight compute part of the products twice, and leave room for one program
     "sm_80": (
         (64, (64, 64, 4, 2), (64, 64, 4, 2)),
-        (128, (64, 32, 8, 2), (64, 32, 8, 2)),
-        (192, (32, 32, 8, 1), (64, 32, 8, 1)),
-        (256, (32, 32, 8, 1), (32, 32, 8, 1)),
+        (128, (64, 32, 4, 2), (64, 32, 4, 2)),
+        (192, (32, 32, 4, 1), (32, 32, 4, 1)),
+        (256, (32, 32, 8, 1), (32, 32, 4, 1)),
     ),
     "sm_86": (
         (64, (64, 32, 4, 2), (64, 32, 4, 2)),
-        (128, (64, 32, 8, 2), (64, 32, 8, 2)),
-        (192, (32, 32, 8, 1), (32, 32, 8, 1)),
-        (256, (32, 32, 8, 1), (32, 32, 8, 1)),
+        (128, (64, 32, 8, 2), (64, 32, 4, 2)),
+        (192, (32, 32, 4, 1), (32, 32, 4, 1)),
+        (256, (32, 32, 8, 1), (32, 32, 4, 1)),
     ),
     "gfx942": (
         (64, (64, 32, 4, 1), (64, 32, 4, 1)),

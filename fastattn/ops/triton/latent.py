@@ -173,21 +173,30 @@ def latent_decode(
 def offline_cases() -> list[OfflineCase]:
     """The ranks in use, times few, some and many rows."""
 
-    def case(name: str, heads: int, rank: int, rope: int, tokens: int = 1, dtype=torch.bfloat16) -> OfflineCase:
+    def case(
+        name: str, heads: int, rank: int, rope: int, tokens: int = 1, dtype=torch.bfloat16, features: tuple = ()
+    ) -> OfflineCase:
         def launch() -> object:
             def empty(*shape: int) -> Tensor:
                 return torch.empty(shape, dtype=dtype, device="meta")
 
             lengths = torch.empty(2, dtype=torch.int32, device="meta")
             query = empty(2, heads, tokens, rank), empty(2, heads, tokens, rope)
-            return latent_decode(*query, empty(2, 4096, rank + rope), lengths, 0.1, True)
+            return latent_decode(*query, empty(2, 4096, rank + rope), lengths, 0.1, True, *features)
 
         return OfflineCase(name, launch)
 
     cases = [
-        case(f"latent_decode {rank}+{rope} rows {heads * tokens}", heads, rank, rope, tokens)
+        case(f"latent_decode {rank}+{rope} rows {heads} x {tokens}", heads, rank, rope, tokens)
         for rank, rope in ((512, 64), (448, 128), (256, 64), (128, 64))
-        for heads, tokens in ((16, 1), (16, 2), (128, 1))
+        for heads, tokens in ((16, 1), (16, 2), (32, 1), (128, 1), (128, 2))
+    ]
+    cases += [
+        case(
+            f"latent_decode {rank}+64 rows {heads * tokens} window, cap", heads, rank, 64, tokens, features=(1024, 50.0)
+        )
+        for rank in (512, 256)
+        for heads, tokens in ((16, 1), (20, 1), (64, 1), (128, 2))
     ]
     cases.append(case("latent_decode 512+64 rows 16 float32", 16, 512, 64, dtype=torch.float32))
     return cases
