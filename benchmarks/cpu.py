@@ -1,16 +1,18 @@
 """The CPU operators against the machine's limits, memory bandwidth and matrix rate, and against their peers.
 
-    python -m benchmarks.cpu [--only decode latent batch score compact qk] [--rounds 15] [--threads N] [--slots 32768]
+    python -m benchmarks.cpu [--only decode latent batch score compact qk codes] [--rounds 15] [--threads N]
 
 Every result is checked against float64 before anything is timed. What is compared takes turns within a case, together
 with a read of as many bytes and a large matrix product: the limits of that moment. Medians of the rounds' ratios, with
-quartiles. Prints a table, its targets, and one line of JSON. Set ``FASTATTN_NATIVE=0`` for PyTorch's operators.
+quartiles. Prints a table, its targets, and one line of JSON. Set ``FASTATTN_NATIVE=0`` for PyTorch's operators;
+``--processor-time`` counts what the processes of a busy machine do not take away, on one thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks import cpu_codes
 from benchmarks.cpu_decode import HEAD_DIM, HEADS, KV_HEADS, check, exactly, gqa_case, latent_case
 from benchmarks.lib.timing import Spread, speedup, take_turns
 from fastattn import ops
@@ -153,15 +156,22 @@ def qk(slots: int) -> Iterator[Case]:
         yield Case("qk 32 x 512 x 512", dtype, calls, nbytes, operations, {"peer": 0.97}, _checked(calls, exact, "qk"))
 
 
-CASES = {"decode": decode, "batch": batch, "latent": latent, "score": score, "compact": compact, "qk": qk}
+def codes(slots: int) -> Iterator[Case]:
+    """Quantised storage against the same numbers in full precision."""
+    return (Case(*case) for case in cpu_codes.cases(slots))
 
 
-def measure(case: Case, rounds: int) -> dict[str, Any]:
+CASES = {
+    "decode": decode, "batch": batch, "latent": latent, "score": score, "compact": compact, "qk": qk, "codes": codes
+}  # fmt: skip
+
+
+def measure(case: Case, rounds: int, clock: Callable[[], float] | None = None) -> dict[str, Any]:
     """Times the case's calls in turns with its limits; the numbers are of ours against the peer."""
     peer, ours = list(case.calls)[:2]
     data, square = torch.ones(max(case.bytes // 4, 1)), torch.randn(1024, 1024).to(case.dtype)
     limits = {"read": lambda: data.sum(), "matmul": lambda: square @ square}
-    seconds = take_turns({**case.calls, **limits}, rounds=rounds)
+    seconds = take_turns({**case.calls, **limits}, rounds=rounds, clock=clock)
     read = Spread.of(seconds["read"]).median
     rate = 2 * 1024**3 / Spread.of(seconds["matmul"]).median
     time, ratio = Spread.of(seconds[ours]), speedup(seconds[peer], seconds[ours])
@@ -189,7 +199,10 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=32768)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--processor-time", action="store_true")
     options = parser.parse_args()
+    if options.processor_time and options.threads != 1:
+        parser.error("--processor-time needs --threads 1: it adds up what all threads take")
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     branch = "native kernels" if native.operators() else "PyTorch's operators"
@@ -199,7 +212,7 @@ def main() -> None:
     results = []
     for name in options.only:
         for case in CASES[name](options.slots):
-            row = measure(case, options.rounds)
+            row = measure(case, options.rounds, time.process_time if options.processor_time else None)
             results.append(row)
             ms, ratio = row["ms"], row["ratio"]
             spread = f"({ratio['low']:5.2f}-{ratio['high']:5.2f})"
