@@ -77,6 +77,9 @@ class Attending {
     if (coded()) {
       keys_ = scratch.take<T>(kProductBlock * numbers_row(problem.dim));
       values_ = scratch.take<T>(kProductBlock * numbers_row(problem.value_dim));
+      if (std::is_same_v<T, float> && problem.value_dim <= problem.dim) { // as near as the keys, which are done with
+        values_ = keys_;
+      }
     }
 #if defined(FASTATTN_DPBF16)
     if constexpr (kProducts) {
@@ -131,12 +134,11 @@ class Attending {
     if constexpr (kProducts) {
       for (int64_t n = first; by_products_ && n < last; n += kProductBlock) {
         const int64_t slots = std::min(kProductBlock, last - n);
-        const auto block = numbers(n, slots);
+        const auto key = keys(n, slots), value = values(n, slots, key);
         products_->attend(
-            block.key, block.key_slot, block.value, block.value_slot, slots, static_cast<float>(p.scale),
-            [&](int64_t m) { return length - unseen(m) - n; }, block.key_factors, block.value_factors, largest_, total_,
-            sums_, block.key_ahead && n + 2 * kProductBlock <= last ? block.key + kProductBlock * p.key_slot : nullptr,
-            p.key_slot);
+            key.data, key.slot, value.data, value.slot, slots, static_cast<float>(p.scale),
+            [&](int64_t m) { return length - unseen(m) - n; }, key.factors, value.factors, largest_, total_, sums_,
+            key.in_place && n + 2 * kProductBlock <= last ? key.data + kProductBlock * p.key_slot : nullptr, p.key_slot);
       }
       if (by_products_) {
         return;
@@ -145,27 +147,29 @@ class Attending {
 #endif
     for (int64_t n = first; n < last; n += kBlock) {
       const int64_t slots = std::min(kBlock, last - n);
-      const auto block = numbers(n, slots);
+      const auto key = keys(n, slots);
+      const T* values_ahead = key.in_place && p.value != p.key ? value_at(n) : nullptr;
       in_tiles<kDotRows>(rows_, [&](auto rows, int64_t m) {
         dot_rows<T, rows>(
-            query_ + m * query_row_, query_row_, block.key, block.key_slot, slots, p.dim, scores_ + m * kBlock,
-            m == 0 && block.value_ahead ? block.value : nullptr, block.value_slot, p.value_dim);
+            query_ + m * query_row_, query_row_, key.data, key.slot, slots, p.dim, scores_ + m * kBlock,
+            m == 0 ? values_ahead : nullptr, p.value_slot, p.value_dim);
       });
+      const auto value = values(n, slots, key);
       for (int64_t m = 0; m < rows_; ++m) {
         A* scores = scores_ + m * kBlock;
-        if (block.key_factors) {
-          multiply_by(scores, block.key_factors, kBlock);
+        if (key.factors) {
+          multiply_by(scores, key.factors, kBlock);
         }
         softmax_row<A>(
             scores, std::min(slots, length - unseen(m) - n), static_cast<A>(p.scale), largest_[m], total_[m],
             sums_ + m * sums_row_, sums_row_);
-        if (block.value_factors) {
-          multiply_by(scores, block.value_factors, kBlock);
+        if (value.factors) {
+          multiply_by(scores, value.factors, kBlock);
         }
       }
       weigh<T>(
-          scores_, rows_, block.value, block.value_slot, slots, p.value_dim, sums_, sums_row_,
-          block.key_ahead && n + 2 * kBlock <= last ? block.key + kBlock * p.key_slot : nullptr, p.key_slot);
+          scores_, rows_, value.data, value.slot, slots, p.value_dim, sums_, sums_row_,
+          key.in_place && n + 2 * kBlock <= last ? key.data + kBlock * p.key_slot : nullptr, p.key_slot);
     }
   }
 
@@ -219,40 +223,56 @@ class Attending {
  private:
   static constexpr bool kProducts = std::is_same_v<T, BFloat16>;
 
-  // A block of slots: where its numbers lie, what their scores and weights are to be multiplied by (null for 1), and
-  // whether the values of it, and the keys of the next, lie there to be asked for.
+  // The keys or values of a block of slots: where they lie, what their scores or weights are to be multiplied by (null
+  // for 1), and whether they lie in the cache, in codes or numbers, so that what follows can be asked for.
   struct Block {
-    const T* key;
-    int64_t key_slot;
-    const T* value;
-    int64_t value_slot;
-    const A *key_factors, *value_factors;
-    bool value_ahead, key_ahead;
+    const T* data;
+    int64_t slot;
+    const A* factors;
+    bool in_place;
   };
 
-  Block numbers(int64_t n, int64_t slots) {
+  Block keys(int64_t n, int64_t slots) {
     const auto& p = problem_;
     const int64_t batch = at_ / p.kv_heads, head = at_ % p.kv_heads;
-    if constexpr (std::is_same_v<T, float> || std::is_same_v<T, BFloat16>) {
-      if (coded()) {
-        const bool same = p.coded_key.same(p.coded_value) && p.value_dim <= p.dim;
-        const int64_t row = numbers_row(p.dim), value_row = same ? row : numbers_row(p.value_dim);
-        p.coded_key.read(batch, head, n, slots, p.dim, keys_, row, key_factors_, kProductBlock);
-        if (!same) {
-          p.coded_value.read(batch, head, n, slots, p.value_dim, values_, value_row, value_factors_, kProductBlock);
-        }
-        return {keys_, row, same ? keys_ : values_, value_row, key_factors_, same ? key_factors_ : value_factors_,
-                false, false};
-      }
+    if (coded()) {
+      return read(p.coded_key, n, slots, p.dim, keys_, key_factors_);
     }
-    const T* key = p.key + batch * p.key_batch + head * p.key_head + n * p.key_slot;
-    const T* value = p.value + batch * p.value_batch + head * p.value_head + n * p.value_slot;
     if constexpr (kIsCode<T>) {
       p.key_scale.copy(batch, head, n, slots, T::kUnit, key_factors_, kBlock);
-      p.value_scale.copy(batch, head, n, slots, T::kUnit, value_factors_, kBlock);
-      return {key, p.key_slot, value, p.value_slot, key_factors_, value_factors_, value != key, true};
     }
-    return {key, p.key_slot, value, p.value_slot, nullptr, nullptr, value != key, true};
+    return {p.key + batch * p.key_batch + head * p.key_head + n * p.key_slot, p.key_slot,
+            kIsCode<T> ? key_factors_ : nullptr, true};
+  }
+
+  // Once the scores of `key` are taken, a value may lie where it lay.
+  Block values(int64_t n, int64_t slots, const Block& key) {
+    const auto& p = problem_;
+    const int64_t batch = at_ / p.kv_heads, head = at_ % p.kv_heads;
+    if (coded()) {
+      const bool same = p.coded_key.same(p.coded_value) && p.value_dim <= p.dim;
+      return same ? key : read(p.coded_value, n, slots, p.value_dim, values_, value_factors_);
+    }
+    if constexpr (kIsCode<T>) {
+      p.value_scale.copy(batch, head, n, slots, T::kUnit, value_factors_, kBlock);
+    }
+    return {value_at(n), p.value_slot, kIsCode<T> ? value_factors_ : nullptr, true};
+  }
+
+  const T* value_at(int64_t n) const {
+    const auto& p = problem_;
+    return p.value + at_ / p.kv_heads * p.value_batch + at_ % p.kv_heads * p.value_head + n * p.value_slot;
+  }
+
+  Block read(const Coded& codes, int64_t n, int64_t slots, int64_t dim, T* out, A* factors) {
+    const int64_t batch = at_ / problem_.kv_heads, head = at_ % problem_.kv_heads, row = numbers_row(dim);
+    if constexpr (std::is_same_v<T, float>) {
+      codes.read(batch, head, n, slots, dim, out, row);
+      return {out, row, nullptr, false};
+    } else if constexpr (std::is_same_v<T, BFloat16>) {
+      codes.read(batch, head, n, slots, dim, out, row, factors, kProductBlock);
+    }
+    return {out, row, factors, false};
   }
 
   bool coded() const {

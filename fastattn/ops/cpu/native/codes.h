@@ -158,68 +158,71 @@ struct Coded {
         group_scale == other.group_scale;
   }
 
-  // The first `dim` numbers of slots [first, first + count) but for `factors`, one for each slot up to `size`.
-  template <typename T>
-  void read(
-      int64_t b, int64_t h, int64_t first, int64_t count, int64_t dim, T* out, int64_t row, float* factors,
-      int64_t size) const {
+  // The first `dim` numbers of slots [first, first + count), in rows of a multiple of 32 columns of which those beyond
+  // `dim` are zero. In bfloat16 they are to be multiplied by `factors`, one for each slot up to `size`.
+  void read(int64_t b, int64_t h, int64_t first, int64_t count, int64_t dim, float* out, int64_t row) const {
     const uint8_t* codes = data + b * batch + h * head + first * slot;
     if (format == Format::kInt4) {
-      if constexpr (std::is_same_v<T, float>) {
-        const Half* scales = group_scale + b * group_batch + h * group_head + first * group_slot;
-        for (int64_t n = 0; n < count; ++n) {
-          for (int64_t g = 0; g < dim / kGroup; ++g) {
-            widen_group(codes + n * slot + g * kGroup / 2, scales[n * group_slot + g], out + n * row + g * kGroup);
-          }
+      const Half* scales = group_scale + b * group_batch + h * group_head + first * group_slot;
+      for (int64_t n = 0; n < count; ++n) {
+        for (int64_t g = 0; g < dim / kGroup; ++g) {
+          widen_group(codes + n * slot + g * kGroup / 2, wide(scales[n * group_slot + g]), out + n * row + g * kGroup);
         }
       }
-      std::fill_n(factors, size, 1.0f);
-    } else if (format == Format::kInt8) {
-      rows(reinterpret_cast<const Int8*>(codes), count, dim, out, row);
-      scale.copy(b, h, first, count, Int8::kUnit, factors, size);
     } else {
-      rows(reinterpret_cast<const E4m3*>(codes), count, dim, out, row);
-      scale.copy(b, h, first, count, E4m3::kUnit, factors, size);
+      const float* scales = scale.data + b * scale.batch + h * scale.head + first * scale.slot;
+      format == Format::kInt8 ? rows(reinterpret_cast<const Int8*>(codes), scales, count, dim, out, row)
+                              : rows(reinterpret_cast<const E4m3*>(codes), scales, count, dim, out, row);
     }
   }
 
-  // The first `dim` numbers of slots [first, first + count), at most kNumbersAtOnce.
-  void numbers(int64_t b, int64_t h, int64_t first, int64_t count, int64_t dim, float* out, int64_t row) const {
-    float factors[kNumbersAtOnce];
-    read(b, h, first, count, dim, out, row, factors, kNumbersAtOnce);
-    for (int64_t n = 0; format != Format::kInt4 && n < count; ++n) {
-      for (int64_t d = 0; d < dim; ++d) {
-        out[n * row + d] *= factors[n];
+  void read(
+      int64_t b, int64_t h, int64_t first, int64_t count, int64_t dim, BFloat16* out, int64_t row, float* factors,
+      int64_t size) const {
+    const uint8_t* codes = data + b * batch + h * head + first * slot;
+    format == Format::kInt8 ? rows(reinterpret_cast<const Int8*>(codes), count, dim, out, row)
+                            : rows(reinterpret_cast<const E4m3*>(codes), count, dim, out, row);
+    scale.copy(b, h, first, count, format == Format::kInt8 ? Int8::kUnit : E4m3::kUnit, factors, size);
+  }
+
+ private:
+  static float wide(Half scale) {
+#if defined(__F16C__)
+    return _cvtsh_ss(scale.x);
+#else
+    return scale;
+#endif
+  }
+
+  template <typename Code>
+  void rows(
+      const Code* codes, const float* scales, int64_t count, int64_t dim, float* out, int64_t row) const {
+    constexpr int64_t kLanes = Vectorized<float>::size();
+    for (int64_t n = 0; n < count; ++n, codes += slot, out += row) {
+      const Vectorized<float> factor(scales[n * scale.slot] * Code::kUnit);
+      int64_t d = 0;
+      for (; d + kLanes <= dim; d += kLanes) {
+        (load_wide(codes + d) * factor).store(out + d);
+      }
+      if (d < dim) {
+        (load_wide(codes + d, dim - d) * factor).store(out + d);
       }
     }
   }
 
-  static constexpr int64_t kNumbersAtOnce = 256; // slots
-
- private:
-  // `row`, the columns of `out`, is a multiple of 32: what lies beyond `dim` is zero.
-  template <typename Code, typename T>
-  void rows(const Code* codes, int64_t count, int64_t dim, T* out, int64_t row) const {
+  template <typename Code>
+  void rows(const Code* codes, int64_t count, int64_t dim, BFloat16* out, int64_t row) const {
     constexpr int64_t kLanes = Vectorized<float>::size();
     const auto load = [dim](const Code* data, int64_t d) {
       return d + kLanes <= dim ? load_wide(data + d) : load_wide(data + d, std::max<int64_t>(dim - d, 0));
     };
-    for (int64_t n = 0; n < count; ++n) {
-      const Code* code = codes + n * slot;
-      T* numbers = out + n * row;
-      if constexpr (std::is_same_v<T, float>) {
-        for (int64_t d = 0; d < dim; d += kLanes) {
-          load(code, d).store(numbers + d);
-        }
-      } else {
-        for (int64_t d = 0; d < dim; d += 2 * kLanes) {
+    for (int64_t n = 0; n < count; ++n, codes += slot, out += row) {
+      for (int64_t d = 0; d < dim; d += 2 * kLanes) {
 #if defined(FASTATTN_DPBF16)
-          _mm512_storeu_si512(
-              numbers + d, (__m512i)_mm512_cvtne2ps_pbh(load(code, d + kLanes), load(code, d)));
+        _mm512_storeu_si512(out + d, (__m512i)_mm512_cvtne2ps_pbh(load(codes, d + kLanes), load(codes, d)));
 #else
-          at::vec::convert_from_float<T>(load(code, d), load(code, d + kLanes)).store(numbers + d);
+        at::vec::convert_from_float<BFloat16>(load(codes, d), load(codes, d + kLanes)).store(out + d);
 #endif
-        }
       }
     }
   }

@@ -5,7 +5,7 @@
 
 namespace fastattn {
 
-constexpr int64_t kScoreBlock = Coded::kNumbersAtOnce; // slots of one head that a thread scores at a time
+constexpr int64_t kScoreBlock = 256; // slots of one head that a thread scores at a time
 
 // Key buffer [batch, heads, slots, dim] with columns next to each other, and the lengths of its rows and heads.
 template <typename T>
@@ -25,7 +25,7 @@ struct Keys {
         auto& scratch = Scratch::of_this_thread();
         scratch.reserve(kScoreBlock * row * sizeof(float) + 64);
         float* out = scratch.take<float>(kScoreBlock * row);
-        coded.numbers(head / heads, head % heads, first, last - first, dim, out, row);
+        coded.read(head / heads, head % heads, first, last - first, dim, out, row);
         return {out, row};
       }
     }
