@@ -6,8 +6,8 @@
     python -m benchmarks.kernel_table --only decode --target sm_90
 
 Limits: shared memory within a block's share of the chip; no spilled registers or local-memory traffic in inference
-kernels' loops, a committed budget in gradient kernels (``SPILL_BUDGETS``); the chip's matrix instructions for every 16-bit
-product, warp-group ones (wgmma) on sm_90 and tcgen05 on sm_100 from 64 rows on; 16-byte loads.
+kernels' loops, a committed budget in gradient kernels (``SPILL_BUDGETS``); the chip's matrix instructions for every
+16-bit product, warp-group ones (wgmma) on sm_90 and tcgen05 on sm_100 from 64 rows on; 16-byte loads.
 
 The numbers belong to one version of triton. Under another, the newest say, the table is printed and breaches are
 reported, not gated; CONTRIBUTING.md says how.

@@ -140,8 +140,9 @@ _MANY = 1 << 30
 # (rows + stages * keys) * 1,152 bytes at 512 + 64 columns in 16 bits. Float32 has no matrix unit that rounds as IEEE
 # asks: small tiles.
 _LATENT = {
-    # 64 x 64 is the largest tile whose accumulator stays in registers: 221,184 bytes, warp-group products, of which both
-    # groups compute the one by keys. With 4 warps the query is loaded half as often, and two programs share a processor
+    # 64 x 64 is the largest tile whose accumulator stays in registers: 221,184 bytes, warp-group products, of which
+    # both groups compute the one by keys. With 4 warps the query is loaded half as often, and two programs share a
+    # processor
     "sm_90": {
         "rank 512": ((16, 16, 32, 4, 3, 2), (32, 32, 32, 4, 3, 2), (_MANY, 64, 64, 8, 2, 1)),
         "rank 512, rope 128": ((16, 16, 32, 4, 3, 2), (_MANY, 32, 32, 8, 3, 1)),  # 64 rows spill
