@@ -106,7 +106,7 @@ def breaches(job: offline.Job, found: offline.Resources) -> Iterable[str]:
     budget = SPILL_BUDGETS.get((job.case, job.kernel, job.family), 0)
     if found.spills > budget or (budget == 0 and found.local > 0):
         yield f"spills {found.spills} bytes ({found.local} local accesses), {budget} allowed"
-    half = any(kind in ("*bf16", "*fp16") for _, kind in job.signature)
+    half = any(kind in ("*bf16", "*fp16") for name, kind in job.signature if not name.endswith("_scale"))
     if found.dots and half:
         rows = dict(job.constexprs).get("BLOCK_M", 0)
         unit = {"sm_90": "HGMMA", "sm_100": "UTCHMMA"}.get(job.family) if rows >= 64 else None

@@ -45,9 +45,9 @@ def block_of(dim: int) -> int:
     return dim & -dim
 
 
-def hadamard(vectors: Tensor) -> Tensor:
-    """The normalised Hadamard transform of every block of :func:`block_of` numbers; its own inverse."""
-    block = block_of(vectors.shape[-1])
+def hadamard(vectors: Tensor, block: int | None = None) -> Tensor:
+    """The normalised Hadamard transform of every block of :func:`block_of` (or ``block``) numbers; its own inverse."""
+    block = block_of(vectors.shape[-1]) if block is None else block
     make = _matrix if torch.compiler.is_compiling() else _cached_matrix
     matrix = make(block, vectors.dtype, vectors.device)
     return (vectors.unflatten(-1, (-1, block)) @ matrix).flatten(-2)

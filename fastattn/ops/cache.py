@@ -8,7 +8,7 @@ from torch import Tensor
 from fastattn import validation as check
 from fastattn.ops._plain import append_is_plain
 from fastattn.ops._register import register
-from fastattn.ops.quantize import check_codes, code_columns, quantize
+from fastattn.ops.quantize import check_codes, code_columns
 
 
 def cache_append_(
@@ -119,11 +119,11 @@ def cache_compact_(
     check.check_device("scores", scores, "key_cache", key_cache)
     check.check_count("budget", budget, 1)
     check.check_count("min_length", min_length, 0)
-    if key_scale is not None:  # the same choice twice: scales are moved before the lengths change
-        moved = _rows_of(key_scale, value_scale)
-        CACHE_COMPACT(*moved, positions.clone(), lengths.clone(), scores, budget, min_length)
-        key_cache, value_cache = _as_bytes(key_cache), _as_bytes(value_cache)
-    CACHE_COMPACT(key_cache, value_cache, positions, lengths, scores, budget, min_length)
+    if key_scale is None:
+        CACHE_COMPACT(key_cache, value_cache, positions, lengths, scores, budget, min_length)
+        return
+    codes, scales = (_as_bytes(key_cache), _as_bytes(value_cache)), _scales_of(key_scale, value_scale)
+    CACHE_COMPACT_CODES(*codes, positions, lengths, *scales, scores, budget, min_length)
 
 
 def _append_codes(
@@ -152,11 +152,8 @@ def _append_codes(
     check.check_no_grad("cache_append_", key=key, value=value)
     if check.checks_values(key):
         check_finite(position >= 0, key=key, value=value)
-    codes, scale = quantize(key, storage)
-    value_codes, of_value = (codes[..., :0], scale) if value_scale is None else quantize(value, storage)
-    of_new = _rows_of(scale, None if value_scale is None else of_value)
-    CACHE_APPEND(*_rows_of(key_scale, value_scale), positions, lengths.clone(), *of_new, position)
-    CACHE_APPEND(_as_bytes(key_cache), _as_bytes(value_cache), positions, lengths, codes, value_codes, position)
+    codes, scales = (_as_bytes(key_cache), _as_bytes(value_cache)), _scales_of(key_scale, value_scale)
+    CACHE_APPEND_CODES(*codes, positions, lengths, *scales, key, value, position)
 
 
 def check_finite(real: Tensor, **tensors: Tensor | None) -> None:
@@ -169,12 +166,11 @@ def check_finite(real: Tensor, **tensors: Tensor | None) -> None:
                 raise ValueError(f"{name} must be finite to be quantised, got NaN or inf in row {row}, token {token}")
 
 
-def _rows_of(key_scale: Tensor, value_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Scales as the update operators take vectors, ``[B, Hkv, C, n]``."""
-    keys = key_scale if key_scale.dim() == 4 else key_scale[..., None]
+def _scales_of(key_scale: Tensor, value_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both scales as the update operators take them; an empty one of width 0 where values have none."""
     if value_scale is None:
-        return keys, keys.new_empty(*keys.shape[:3], 0)
-    return keys, value_scale if value_scale.dim() == 4 else value_scale[..., None]
+        return key_scale, key_scale.new_empty(*key_scale.shape[:3], 0)
+    return key_scale, value_scale
 
 
 def _as_bytes(codes: Tensor) -> Tensor:
@@ -207,9 +203,8 @@ def _check_code_cache(
     check.check_int32("positions", positions, tuple(key_cache.shape[:3]), "B Hkv C", key_cache.device)
     check.check_int32("lengths", lengths, tuple(key_cache.shape[:2]), "B Hkv", key_cache.device)
     written = {"key_cache": key_cache, "value_cache": value_cache, "positions": positions, "lengths": lengths}
-    check.check_written(**written, key_scale=key_scale)
-    if value_scale is not None:
-        check.check_written(value_scale=value_scale)
+    written |= {"key_scale": key_scale} | ({} if value_scale is None else {"value_scale": value_scale})
+    check.check_written(**{name: tensor for name, tensor in written.items() if not tensor.is_contiguous()})
     return storage
 
 
@@ -261,5 +256,20 @@ CACHE_COMPACT = register(
     f"({_CACHE}, Tensor scores, SymInt budget, SymInt min_length) -> ()",
     cpu="fastattn.ops.cpu.cache:cache_compact_",
     triton="fastattn.ops.triton.cache:cache_compact_",
+    fake=_fake,
+)
+_CODES = f"{_CACHE}, Tensor(e!) key_scale, Tensor(f!) value_scale"
+CACHE_APPEND_CODES = register(
+    "cache_append_codes_",
+    f"({_CODES}, Tensor key, Tensor value, Tensor position) -> ()",
+    cpu="fastattn.ops.cpu.cache:cache_append_codes_",
+    triton="fastattn.ops.triton.append_codes:cache_append_codes_",
+    fake=_fake,
+)
+CACHE_COMPACT_CODES = register(
+    "cache_compact_codes_",
+    f"({_CODES}, Tensor scores, SymInt budget, SymInt min_length) -> ()",
+    cpu="fastattn.ops.cpu.cache:cache_compact_codes_",
+    triton="fastattn.ops.triton.cache:cache_compact_codes_",
     fake=_fake,
 )

@@ -163,8 +163,12 @@ def test_registration(storage: str) -> None:
     query = draw.normal(1, 4, 1, 32, seed=1)
     codes, scale = ops.quantize(draw.normal(1, 2, 20, 32, seed=2), storage)
     lengths = torch.full((1, 2), 11, dtype=torch.int32)
-    operator = torch.ops.fastattn.decode_codes.default
-    torch.library.opcheck(operator, (query, codes, codes, scale, scale, lengths, 0.2, True, 32))
+    operators = torch.ops.fastattn
+    torch.library.opcheck(operators.decode_codes.default, (query, codes, codes, scale, scale, lengths, 0.2, True, 32))
+    held = (codes, codes.clone(), torch.arange(20).int().repeat(1, 2, 1), lengths, scale, scale.clone())
+    new, position = draw.normal(1, 2, 2, 32, seed=3), torch.tensor([[90, -1]], dtype=torch.int32)
+    torch.library.opcheck(operators.cache_append_codes_.default, (*held, new, new, position))
+    torch.library.opcheck(operators.cache_compact_codes_.default, (*held, draw.normal(1, 2, 20, seed=4), 6, 3))
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastattn.ops import _formats
+from fastattn.ops._outputs import accumulator_dtype
 from fastattn.ops.cpu.native import operators
 
 
@@ -77,6 +79,51 @@ def cache_compact_(
                     buffer[b, h, :budget] = buffer[b, h].index_select(0, index)
                 positions[b, h, budget:] = -1
                 lengths[b, h] = budget
+
+
+def cache_append_codes_(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    key_scale: Tensor,
+    value_scale: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position: Tensor,
+) -> None:
+    storage = _formats.storage_of(key_cache, key_scale)
+    assert storage is not None
+    codes, scale = _formats.encode(key.detach().to(accumulator_dtype(key.dtype)), storage)
+    if value_cache.shape[3]:
+        value_codes, of_value = _formats.encode(value.detach().to(accumulator_dtype(value.dtype)), storage)
+    else:
+        value_codes, of_value = codes[..., :0], scale.new_empty(*codes.shape[:3], 0)
+    held, new = _as_vectors(key_scale, value_scale), _as_vectors(scale, of_value)
+    cache_append_(*held, positions, lengths.clone(), *new, position)
+    cache_append_(key_cache, value_cache, positions, lengths, codes, value_codes, position)
+
+
+def _as_vectors(*scales: Tensor) -> list[Tensor]:
+    """Scales ``[B, Hkv, C, n]``."""
+    return [scale if scale.dim() == 4 else scale[..., None] for scale in scales]
+
+
+def cache_compact_codes_(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    key_scale: Tensor,
+    value_scale: Tensor,
+    scores: Tensor,
+    budget: int,
+    min_length: int,
+) -> None:
+    # the same choice twice: scales are moved before the lengths change
+    scales = _as_vectors(key_scale, value_scale)
+    cache_compact_(*scales, positions.clone(), lengths.clone(), scores, budget, min_length)
+    cache_compact_(key_cache, value_cache, positions, lengths, scores, budget, min_length)
 
 
 def select_slots(scores: Tensor, budget: int) -> Tensor:

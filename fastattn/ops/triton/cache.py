@@ -163,9 +163,15 @@ def cache_append_(
         num_stages=1,
     )
     if not one_tile:
-        _launch.kernel(advance_kernel)[(batch * heads,)](
-            lengths, position, heads, tokens, slots, *lengths.stride(), num_warps=4, num_stages=1
-        )
+        advance(lengths, position, slots)
+
+
+def advance(lengths: Tensor, position: Tensor, slots: int) -> None:
+    """Add the tokens of ``position [B, T]``, contiguous, to ``lengths [B, Hkv]``, up to ``slots``."""
+    rows, heads = lengths.shape
+    _launch.kernel(advance_kernel)[(rows * heads,)](
+        lengths, position, heads, position.shape[1], slots, *lengths.stride(), num_warps=4, num_stages=1
+    )
 
 
 def cache_compact_(
@@ -179,13 +185,40 @@ def cache_compact_(
 ) -> None:
     """See :func:`fastattn.ops.cache_compact_`. Two launches."""
     _launch.check_dtype("cache_compact_", "key_cache", key_cache)
+    _compact(((key_cache, value_cache),), positions, lengths, scores, budget, min_length)
+
+
+def cache_compact_codes_(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    key_scale: Tensor,
+    value_scale: Tensor,
+    scores: Tensor,
+    budget: int,
+    min_length: int,
+) -> None:
+    """The same of a quantised cache, whose scales move too. Three launches."""
+    pairs = ((key_cache, value_cache), (key_scale, value_scale))
+    _compact(pairs, positions, lengths, scores, budget, min_length)
+
+
+def _compact(
+    pairs: tuple[tuple[Tensor, Tensor], ...],
+    positions: Tensor,
+    lengths: Tensor,
+    scores: Tensor,
+    budget: int,
+    min_length: int,
+) -> None:
+    """Choose the best slots, then move what each pair of buffers holds for them."""
     if scores.dtype != torch.float32:
         raise TypeError(f"cache_compact_ on a GPU takes float32, got scores of {scores.dtype}")
-    batch, heads, slots, _ = key_cache.shape
+    batch, heads, slots = positions.shape
     rows = batch * heads
     if rows == 0 or slots <= budget:
         return
-    key_dim, value_dim = int(key_cache.shape[3]), int(value_cache.shape[3])
     index = lengths.new_empty(rows, budget)
     moved = lengths.new_empty(rows)
     _launch.kernel(select_kernel)[(rows,)](
@@ -204,25 +237,35 @@ def cache_compact_(
         num_warps=8,
         num_stages=1,
     )
-    columns = MOVE_BYTES // key_cache.element_size()
-    key_slices, value_slices = (triton.cdiv(dim, columns) for dim in (key_dim, value_dim))
-    _launch.kernel(move_kernel)[(rows, key_slices + value_slices)](
-        key_cache,
-        value_cache,
-        index,
-        moved,
-        heads,
-        budget,
-        key_slices,
-        *key_cache.stride(),
-        *value_cache.stride(),
-        DK=key_dim,
-        DV=value_dim,
-        SLOTS=MOVE_SLOTS,
-        COLUMNS=columns,
-        num_warps=8,
-        num_stages=1,
-    )
+    for keys, values in pairs:
+        key_dim, value_dim = (int(x.shape[3]) if x.dim() == 4 else 1 for x in (keys, values))
+        columns = min(MOVE_BYTES // keys.element_size(), _launch.next_power_of_two(max(key_dim, value_dim)))
+        key_slices, value_slices = (triton.cdiv(dim, columns) for dim in (key_dim, value_dim))
+        _launch.kernel(move_kernel)[(rows, key_slices + value_slices)](
+            keys,
+            values,
+            index,
+            moved,
+            heads,
+            budget,
+            key_slices,
+            *four_strides(keys),
+            *four_strides(values),
+            DK=key_dim,
+            DV=value_dim,
+            SLOTS=MOVE_SLOTS,
+            COLUMNS=columns,
+            num_warps=8,
+            num_stages=1,
+        )
+
+
+def four_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of ``[B, Hkv, C, n]``, or of scales ``[B, Hkv, C]``, which have one number per slot.
+
+    In place of a view: torch.compile copies what a kernel writes through one.
+    """
+    return tensor.stride() if tensor.dim() == 4 else (*tensor.stride(), 1)
 
 
 def offline_cases() -> list[OfflineCase]:

@@ -22,12 +22,14 @@ KERNEL_MODULES = (
     "attention_backward",
     "decode",
     "latent",
+    "codes",
     "merge",
     "qk",
     "scores",
     "expected_attention",
     "moments",
     "cache",
+    "append_codes",
 )
 
 
@@ -183,6 +185,22 @@ _LATENT = {
         "float32": ((_MANY, 16, 16, 4, 1, 1),),
     },
 }
+
+
+def codes_config(family: str, rows: int, numbers: int, itemsize: int, latent: bool, int4: bool) -> SplitConfig:
+    """The tile of attention over codes, for ``numbers`` of a slot, key and value, and a query of ``itemsize`` bytes.
+
+    As for a cache of the query's dtype, which codes are turned into, where the conversion leaves room for that: with
+    latents it does not, nor where products take no matrix unit.
+    """
+    if latent or itemsize == 4:
+        warps, stages = (4, 1) if family == "gfx942" else (8, 2)
+        few = rows <= 16 or itemsize == 4
+        keys = 32 if few and itemsize < 4 else 16
+        return SplitConfig(16 if few else 32, keys, warps, stages, 2 if few else 1)
+    if int4 and family in ("sm_80", "sm_86"):  # two operands per byte and two accumulators: 64 rows spill
+        rows = min(rows, 32)
+    return decode_config(family, rows, numbers * itemsize, itemsize)
 
 
 def attention_config(family: str, rows: int, columns: int, itemsize: int, features: bool = False) -> Config:

@@ -33,7 +33,29 @@ def _state():
     return _cache(), _cache(), _positions(), _lengths()
 
 
+def _codes(storage, slots=SLOTS, dim=DIM, heads=KV_HEADS):
+    codes, scale = ops.quantize(torch.zeros(BATCH, heads, 1, dim), storage)
+    return codes.repeat(1, 1, slots, 1), scale.repeat(1, 1, slots, *[1] * (scale.dim() - 3))
+
+
+def _decode_codes(q, k, ks, n):
+    return ops.decode_attention(q, k, k, n, key_scale=ks, value_scale=ks)
+
+
 INFERENCE = {
+    **{
+        f"decode_attention, {storage}": (
+            _decode_codes,
+            lambda storage=storage: (_query(), *_codes(storage), _lengths()),
+            ["codes_kernel", "combine_kernel"],
+        )
+        for storage in ("int8", "fp8", "int4")
+    },
+    "latent_decode, fp8": (
+        lambda q, r, c, s, n: ops.latent_decode(q, r, c[:, 0], n, scale=0.1, cache_scale=s[:, 0]),
+        lambda: (_query(), _query(dim=16), *_codes("fp8", dim=DIM + 16, heads=1), torch.full((BATCH,), 40).int()),
+        ["codes_kernel", "combine_kernel"],
+    ),
     "attention": (
         lambda q, k, v, n: ops.attention(q, k, v, causal=True, key_start=n, lengths=n),
         lambda: (_query(30), _cache(30), _cache(30), torch.zeros(BATCH, dtype=torch.int32)),
@@ -96,6 +118,28 @@ IN_PLACE = {
         lambda k, v, p, n, new, at: ops.cache_append_(k, v, p, n, new, new, at),
         lambda: (*_state(), _cache(1), torch.zeros(BATCH, 1, dtype=torch.int32)),
         ["append_kernel"],
+    ),
+    **{
+        f"cache_append_, {storage}": (
+            lambda k, s, v, t, p, n, new, at: ops.cache_append_(k, v, p, n, new, new, at, key_scale=s, value_scale=t),
+            lambda storage=storage: (
+                *_codes(storage),
+                *_codes(storage),
+                _positions(),
+                _lengths(),
+                _cache(1),
+                torch.zeros(BATCH, 1).int(),
+            ),
+            ["append_codes_kernel"],
+        )
+        for storage in ("int8", "int4")
+    },
+    "cache_compact_, int4": (
+        lambda k, s, v, t, p, n, score: ops.cache_compact_(
+            k, v, p, n, score, 20, min_length=30, key_scale=s, value_scale=t
+        ),
+        lambda: (*_codes("int4"), *_codes("int4"), _positions(), _lengths(), torch.zeros(BATCH, KV_HEADS, SLOTS)),
+        ["select_kernel", "move_kernel", "move_kernel"],
     ),
     "cache_compact_": (
         lambda k, v, p, n, s: ops.cache_compact_(k, v, p, n, s, 20, min_length=30),
