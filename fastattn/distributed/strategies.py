@@ -78,6 +78,7 @@ def _queries(*names: str, outputs: tuple[int, ...]) -> Rule:
 
 _SLOTS = ("key", "value", "lengths", "positions")
 _CACHE = ("key_cache", "value_cache", "positions", "lengths")
+_WRITTEN = (*_CACHE, "key_scale", "value_scale")  # by operators that write
 _STATISTICS = ("query_mean", "query_cov", "query_samples")
 _BACKWARD = ("grad_out", "query", "key", "value", "out", "lse")
 _CODES = (*_SLOTS, "key_scale", "value_scale")
@@ -140,6 +141,14 @@ RULES: dict[str, tuple[Rule, ...]] = {
         _heads(*_CACHE, "key", "value", outputs=()),
     ),
     "cache_compact_": (_batch(*_CACHE, "scores", outputs=()), _heads(*_CACHE, "scores", outputs=())),
+    "cache_append_codes_": (
+        _batch(*_CACHE, "key_scale", "value_scale", "key", "value", "position", outputs=()),
+        _heads(*_CACHE, "key_scale", "value_scale", "key", "value", outputs=()),
+    ),
+    "cache_compact_codes_": (
+        _batch(*_CACHE, "key_scale", "value_scale", "scores", outputs=()),
+        _heads(*_CACHE, "key_scale", "value_scale", "scores", outputs=()),
+    ),
 }
 # Whose layout may be anything: PyTorch brings it into that of the others, at the price of a collective.
 _FREE = frozenset({"grad_out", "out", "lse", "scores", "lengths", "positions", "position", "query_positions", "valid"})
@@ -162,7 +171,7 @@ def _chosen(operator: str, arguments: dict[str, Any], dim: int) -> Rule | None:
     """
     written = operator.endswith("_")
     rules = RULES[operator]
-    bound = [(n, s) for n, s in _tensors(arguments) if n not in _FREE or (written and n in _CACHE)]
+    bound = [(n, s) for n, s in _tensors(arguments) if n not in _FREE or (written and n in _WRITTEN)]
     if operator == "attention_sink_backward":
         bound = [(name, spec) for name, spec in _tensors(arguments) if name in ("out", "lse")]
     placed = {name: spec.placements[dim] for name, spec in bound}
@@ -172,7 +181,7 @@ def _chosen(operator: str, arguments: dict[str, Any], dim: int) -> Rule | None:
         expected = {n: Shard(rule.inputs[n]) if n in rule.inputs else Replicate() for n in placed}
         if "key" in placed and "query" in placed and _shares_one_head(arguments, rule):
             expected |= {n: Replicate() for n in placed if n in _CODES}
-        exact = written and any(placed[n] != expected[n] for n in placed if n in _CACHE)
+        exact = written and any(placed[n] != expected[n] for n in placed if n in _WRITTEN)
         if exact or any(p not in (expected[n], Replicate()) for n, p in placed.items()):
             continue
         reason = rule.refuse(arguments)

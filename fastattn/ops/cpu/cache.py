@@ -100,7 +100,7 @@ def cache_append_codes_(
     else:
         value_codes, of_value = codes[..., :0], scale.new_empty(*codes.shape[:3], 0)
     held, new = _as_vectors(key_scale, value_scale), _as_vectors(scale, of_value)
-    cache_append_(*held, positions, lengths.clone(), *new, position)
+    cache_append_(held[0], held[1], positions, lengths.clone(), new[0], new[1], position)
     cache_append_(key_cache, value_cache, positions, lengths, codes, value_codes, position)
 
 
@@ -121,8 +121,8 @@ def cache_compact_codes_(
     min_length: int,
 ) -> None:
     # the same choice twice: scales are moved before the lengths change
-    scales = _as_vectors(key_scale, value_scale)
-    cache_compact_(*scales, positions.clone(), lengths.clone(), scores, budget, min_length)
+    of_keys, of_values = _as_vectors(key_scale, value_scale)
+    cache_compact_(of_keys, of_values, positions.clone(), lengths.clone(), scores, budget, min_length)
     cache_compact_(key_cache, value_cache, positions, lengths, scores, budget, min_length)
 
 

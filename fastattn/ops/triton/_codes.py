@@ -62,10 +62,8 @@ def load_numbers(
     # [N, COLUMNS]
     b_codes = load_tile(p_codes, o_slot, o_col, stride_slot, stride_col, m_slot, columns, COLUMNS)
     if FP8:
-        b_numbers = from_e4m3(b_codes)
-    else:
-        b_numbers = b_codes
-    return b_numbers.to(DTYPE)
+        b_codes = from_e4m3(b_codes)
+    return b_codes.to(DTYPE)
 
 
 @triton.jit

@@ -47,10 +47,7 @@ def store_bytes(
     b_divisor = tl.where(b_scale > 0.0, b_scale, 1.0)
     b_code = tl.div_rn(b_new, tl.broadcast_to(b_divisor[:, None], b_new.shape))
     b_code = tl.minimum(tl.maximum(b_code, -LARGEST), LARGEST)
-    if FP8:
-        b_code = to_e4m3(b_code)
-    else:
-        b_code = ((b_code + ROUNDING) - ROUNDING).to(tl.int8)
+    b_code = to_e4m3(b_code) if FP8 else ((b_code + ROUNDING) - ROUNDING).to(tl.int8)
     p_codes += o_slot[:, None] * stride_slot + o_d.to(tl.int64)[None, :] * stride_code
     tl.store(p_codes, b_code, mask=m_t[:, None] & (o_d < D)[None, :])
     tl.store(p_scale + o_slot * stride_scale, b_scale, mask=m_t)

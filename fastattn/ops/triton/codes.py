@@ -257,7 +257,6 @@ def decode_codes(
     """Launcher of ``fastattn::decode_codes``."""
     _launch.check_dtype("decode_attention", "query", query)
     batch, heads, tokens, key_dim = query.shape
-    kv_heads, capacity = key.shape[1], key.shape[2]
     int4 = key_scale.dim() == 4
     latent = value.shape[3] == key.shape[3] and value_dim < _columns(value, int4)
     name = "a latent and its rope key of" if latent else "query's head dim"
@@ -296,7 +295,7 @@ def _launch_codes(
     alibi_slopes: Tensor | None,
     positions: Tensor | None,
 ) -> None:
-    query, key, value, key_scale = inputs[:4]
+    query, key, _, key_scale = inputs[:4]
     int4 = key_scale.dtype == torch.float16
     kv_heads, tokens, group = key.shape[1], query.shape[2], query.shape[1] // key.shape[1]
     per_code = 2 if int4 else 1

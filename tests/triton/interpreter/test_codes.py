@@ -225,9 +225,9 @@ def test_unsupported_dtypes_and_dims_are_named():
         wide, scale = ops.quantize(torch.zeros(1, 1, 4, 513), "int8")
         with pytest.raises(ValueError, match="head dim of 1 to 512, got 513"):
             ops.decode_attention(torch.zeros(1, 1, 1, 513), wide, wide, lengths, key_scale=scale, value_scale=scale)
+        (keys, key_scale), (values, value_scale) = (_empty("int8", (1, 1), 8, 32) for _ in range(2))
+        held = keys, values, torch.zeros(1, 1, 8, dtype=torch.int32), lengths, key_scale, value_scale
         with pytest.raises(TypeError, match=r"got scores of torch\.float64"):
-            (keys, key_scale), (values, value_scale) = (_empty("int8", (1, 1), 8, 32) for _ in range(2))
-            held = keys, values, torch.zeros(1, 1, 8, dtype=torch.int32), lengths, key_scale, value_scale
             cache.cache_compact_codes_(*held, torch.zeros(1, 1, 8, dtype=torch.float64), 4, 0)
 
 
@@ -235,7 +235,8 @@ def test_unsupported_dtypes_and_dims_are_named():
 def test_a_cache_of_codes_evicts_as_on_a_cpu(storage):
     ends = []
     for on_device in (False, True):
-        cache_ = CompressedKVCache("key_diff", 12, 1, 2, 32, interval=3, storage=storage)
+        sizes = {"num_layers": 1, "num_kv_heads": 2, "head_dim": 32, "interval": 3}
+        cache_ = CompressedKVCache("key_diff", 12, storage=storage, **sizes)
         outs = []
         with interpreted() if on_device else torch.no_grad(), torch.no_grad():
             for step, tokens in enumerate([7, *[1] * 11]):
