@@ -126,17 +126,12 @@ def test_targets_are_the_solution_and_nothing_else():
     assert torch.equal(targets, again[1])
 
 
-@pytest.fixture
-def eager(monkeypatch):
-    """Training compiles for speed; these sizes are not worth a compiler's seconds; tests/compile holds the modules."""
-    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
-
-
-SMALL = training.Setting(steps=6, chain=3, distractors=2, tokens_per_step=256, layers=1)
+# compiling is not worth a compiler's seconds at this size; tests/compile holds the modules
+SMALL = training.Setting(steps=6, chain=3, distractors=2, tokens_per_step=256, layers=1, compiled=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_resumed_training_equals_an_uninterrupted_run(tmp_path, monkeypatch, eager, kind):
+def test_resumed_training_equals_an_uninterrupted_run(tmp_path, monkeypatch, kind):
     whole = training.train(kind, SMALL, tmp_path / "whole", every=2)
     drawing = training.draw_batch
 
@@ -171,7 +166,7 @@ def test_a_cache_that_holds_all_writes_what_the_model_alone_would(kind):
             ids.append(problems.INDEX[word])
 
 
-def test_evaluation_resumes_and_reports(tmp_path, eager):
+def test_evaluation_resumes_and_reports(tmp_path):
     training.train("gqa", SMALL, tmp_path, every=3)
     sweep = evaluate.Sweep(("gqa",), ("knorm", "random"), 5, 2, tmp_path)
     whole = (tmp_path / "reasoning.csv", evaluate.evaluate(sweep, tmp_path))[0].read_text()

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from benchmarks.studies.reasoning import problems
 from benchmarks.studies.reasoning.model import Reasoner
 
+Optimizers = tuple[torch.optim.Optimizer, torch.optim.Optimizer]
 HELD_OUT = 1_000_000_000  # seeds from here on are never trained on
 
 
@@ -26,16 +27,18 @@ HELD_OUT = 1_000_000_000  # seeds from here on are never trained on
 class Setting:
     """What is trained: difficulty, length of the run, and everything that is drawn."""
 
-    steps: int = 6000
-    chain: int = 20
-    distractors: int = 20
+    steps: int = 3000
+    chain: int = 16
+    distractors: int = 16
     tokens_per_step: int = 8192
-    learning_rate: float = 2e-3
+    learning_rate: float = 0.02  # of matrices, by Muon
+    adam_learning_rate: float = 3e-3  # of embeddings, the last projection and norms
     layers: int = 4
     seed: int = 0
+    compiled: bool = True
 
 
-QUICK = Setting(steps=300, chain=4, distractors=4, tokens_per_step=4096, layers=2)
+QUICK = Setting(steps=200, chain=3, distractors=3, tokens_per_step=2048, layers=2, compiled=False)
 
 
 def length(chain: int, distractors: int) -> int:
@@ -86,23 +89,25 @@ def train(kind: str, setting: Setting, folder: Path, every: int = 250) -> Reason
     path, curve = folder / f"{kind}.pt", folder / f"{kind}.csv"
     torch.manual_seed(setting.seed)
     model = Reasoner(kind, setting.layers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=setting.learning_rate, betas=(0.9, 0.98), weight_decay=0.05)
-    done, spent = _resume(path, model, optimizer, setting), 0.0
+    optimizers = _optimizers(model, setting)
+    done, spent = _resume(path, model, optimizers, setting), 0.0
     if done == 0:
         curve.write_text("step,loss,solved,seconds\n")
     else:
         spent = _spent(curve, done)
-    run: Any = torch.compile(model, fullgraph=True)
+    run: Any = torch.compile(model, fullgraph=True) if setting.compiled else model
     start, losses = time.perf_counter(), []
     for step in tqdm(range(done, setting.steps), desc=kind, mininterval=5):
-        for group in optimizer.param_groups:
-            group["lr"] = setting.learning_rate * _rate(step, setting.steps)
+        for optimizer, rate in zip(optimizers, (setting.learning_rate, setting.adam_learning_rate), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * _rate(step, setting.steps)
         ids, targets = draw_batch(setting, step)
         loss = functional.cross_entropy(run(ids).flatten(0, 1), targets.flatten(), ignore_index=-100)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss.item())
         if (step + 1) % every == 0 or step + 1 == setting.steps:
             solved = solved_share(model, setting, 32)
@@ -112,14 +117,7 @@ def train(kind: str, setting: Setting, folder: Path, every: int = 250) -> Reason
                     [step + 1, f"{sum(losses) / len(losses):.5f}", f"{solved:.4f}", f"{seconds:.0f}"]
                 )
             losses = []
-            state = {
-                "setting": asdict(setting),
-                "step": step + 1,
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-            }
-            torch.save(state, path.with_suffix(".tmp"))
-            os.replace(path.with_suffix(".tmp"), path)
+            _save(path, model, optimizers, setting, step + 1)
     return model.eval()
 
 
@@ -157,12 +155,37 @@ def solved_share(model: nn.Module, setting: Setting, count: int) -> float:
     return solved / count
 
 
+def _optimizers(model: nn.Module, setting: Setting) -> Optimizers:
+    """Muon for the matrices inside the layers, AdamW for the rest.
+
+    Muon found the look-ups into the problem within 700 steps of 4,096 tokens where AdamW alone had not after 1,500
+    (chains of 8 among 8 distractors, 3 layers).
+    """
+    inside = [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("layers.")]
+    rest = [p for name, p in model.named_parameters() if not (p.dim() == 2 and name.startswith("layers."))]
+    return (
+        torch.optim.Muon(inside, lr=setting.learning_rate, weight_decay=0.01),
+        torch.optim.AdamW(rest, lr=setting.adam_learning_rate, betas=(0.9, 0.98), weight_decay=0.01),
+    )
+
+
 def _rate(step: int, steps: int) -> float:
     warmup = max(1, steps // 40)
     return min((step + 1) / warmup, 0.51 + 0.49 * math.cos(math.pi * step / steps))
 
 
-def _resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting) -> int:
+def _save(path: Path, model: nn.Module, optimizers: Optimizers, setting: Setting, step: int) -> None:
+    state = {
+        "setting": asdict(setting),
+        "step": step,
+        "model": model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+    }
+    torch.save(state, path.with_suffix(".tmp"))
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def _resume(path: Path, model: nn.Module, optimizers: Optimizers, setting: Setting) -> int:
     if not path.exists():
         return 0
     state = torch.load(path, weights_only=True)
@@ -171,7 +194,8 @@ def _resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, sett
             f"{path} holds a run of another setting: {state['setting']}; move it away or take another --out"
         )
     model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
     return int(state["step"])
 
 
