@@ -2,9 +2,9 @@
 
 ``--train`` trains the three models (grouped-query attention, low-rank attention with full-rank and low-rank queries)
 and goes on where it was interrupted; ``--evaluate`` has each solve held-out problems with every policy at nine cache
-sizes. With ``--quick`` the model is smaller and the problems are easier: to see that it runs, not to conclude from. ``--export FOLDER`` saves the grouped-query model as a transformers Llama and its
-problems as JSONL, for ``python -m benchmarks.studies.score_vs_cache_size --model FOLDER --problems
-FOLDER/problems.jsonl``.
+sizes. With ``--quick`` the model is smaller and the problems are easier: to see that it runs, not to conclude from.
+``--export FOLDER`` saves the grouped-query model as a transformers Llama and its problems as JSONL, for
+``python -m benchmarks.studies.score_vs_cache_size --model FOLDER --problems FOLDER/problems.jsonl``.
 """
 
 from __future__ import annotations
