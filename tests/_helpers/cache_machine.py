@@ -43,8 +43,9 @@ from tests._helpers.machine_policies import (
 class Pair:
     """A cache, and a list model of each of its layers, which are fed the same."""
 
-    def __init__(self, kind, rows, budget, interval, max_step, window, generator):
-        self.made_for = (kind, budget, interval, max_step, window)
+    def __init__(self, kind, rows, budget, interval, max_step, window, wider, generator):
+        self.made_for = (kind, budget, interval, max_step, window, wider)
+        self.dims = [(DIM + more, V_DIM + 2 * more) for more in wider]
         self.rotary = Rotary(INV_FREQ)
         self.max_step, self.generator = max_step, generator
         budgets = budget if isinstance(budget, list) else [budget] * LAYERS
@@ -54,8 +55,8 @@ class Pair:
             budget,
             num_layers=LAYERS,
             num_kv_heads=KV_HEADS,
-            head_dim=DIM,
-            v_head_dim=V_DIM,
+            head_dim=[dim for dim, _ in self.dims],
+            v_head_dim=[dim for _, dim in self.dims],
             num_heads=HEADS,
             batch_size=rows,
             interval=interval,
@@ -84,8 +85,8 @@ class Pair:
 
     def another(self, rows):
         """An empty pair of the same sizes."""
-        kind, budget, interval, max_step, window = self.made_for
-        return Pair(kind, rows, budget, interval, max_step, window, self.generator)
+        kind, *sizes = self.made_for
+        return Pair(kind, rows, *sizes, self.generator)
 
     @property
     def rows(self):
@@ -103,9 +104,10 @@ class Pair:
         position = (seen[:, None] + real.cumsum(1) - 1).masked_fill(~real, -1)
         position_ids = position.masked_fill(~real, 7) if explicit else None  # ignored at padding
         for layer, model in enumerate(self.models):
-            raw = self.draw(HEADS, tokens, DIM)
-            key = self.rotary.rotate(self.draw(KV_HEADS, tokens, DIM), position.clamp(min=0))
-            value = self.draw(KV_HEADS, tokens, V_DIM)
+            dim, value_dim = self.dims[layer]
+            raw = self.draw(HEADS, tokens, dim)
+            key = self.rotary.rotate(self.draw(KV_HEADS, tokens, dim), position.clamp(min=0))
+            value = self.draw(KV_HEADS, tokens, value_dim)
             query = self.rotary.rotate(raw, position.clamp(min=0))
             model.begin(position)
             expected = model.attend(query, key, value, position, SCALE)
@@ -118,6 +120,7 @@ class Pair:
                 value.masked_fill(padding, float("nan")),
                 attention_mask=mask,
                 position_ids=position_ids,
+                scale=None if dim == DIM else SCALE,
             )
             torch.testing.assert_close(out.masked_fill(padding, 0.0), expected, rtol=0, atol=1e-12)
 
@@ -134,10 +137,11 @@ class CacheMachine(RuleBasedStateMachine):
         interval=st.integers(1, 4),
         max_step=st.integers(1, 3),
         window=st.sampled_from([1, 3, 12]),
+        wider=st.sampled_from([(0, 0), (0, 2), (1, 0)]),
         seed=st.integers(0, 2**31),
     )
-    def start(self, kind, rows, budget, interval, max_step, window, seed):
-        self.pair = Pair(kind, rows, budget, interval, max_step, window, torch.Generator().manual_seed(seed))
+    def start(self, kind, rows, budget, interval, max_step, window, wider, seed):
+        self.pair = Pair(kind, rows, budget, interval, max_step, window, wider, torch.Generator().manual_seed(seed))
 
     @property
     def cache(self):

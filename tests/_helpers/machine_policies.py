@@ -69,10 +69,10 @@ def policy_and_score(name: str, window: int, budget: int):
         )
 
     def rotated(queries):
-        """``[H, N, DIM]`` and positions."""
+        """``[H, N, D]`` and positions."""
         at = torch.tensor([p for p, _ in queries])
-        turn = exact.rotations(at, DIM, INV_FREQ)
-        return torch.einsum("nde,hne->hnd", turn, torch.stack([q for _, q in queries], dim=1)), at
+        raw = torch.stack([q for _, q in queries], dim=1)
+        return torch.einsum("nde,hne->hnd", exact.rotations(at, raw.shape[2], INV_FREQ), raw), at
 
     def group(queries, head):
         vectors, at = rotated(queries)
@@ -103,7 +103,8 @@ def policy_and_score(name: str, window: int, budget: int):
 
 def observe_for_h2o(entries, head, fed):
     at = torch.tensor([p for p, _ in fed])
-    rotated = torch.einsum("nde,hne->hnd", exact.rotations(at, DIM, INV_FREQ), torch.stack([q for _, q in fed], dim=1))
+    raw = torch.stack([q for _, q in fed], dim=1)
+    rotated = torch.einsum("nde,hne->hnd", exact.rotations(at, raw.shape[2], INV_FREQ), raw)
     own = rotated[head * HEADS // KV_HEADS : (head + 1) * HEADS // KV_HEADS]
     tokens = torch.stack([e.key for e in entries]), torch.tensor([e.position for e in entries])
     for entry, mass, count in zip(entries, *(x.tolist() for x in exact.h2o(*tokens, own, at, SCALE)), strict=True):

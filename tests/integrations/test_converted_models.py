@@ -8,8 +8,9 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from fastattn import LowRankAttention, LowRankConfig, to_low_rank_
-from fastattn.integrations.transformers import compressed_cache
+from fastattn import ExpectedAttention, KeyDiff, LowRankAttention, LowRankConfig, Policy, StreamingLLM, to_low_rank_
+from fastattn.integrations.transformers import compressed_cache, prefill
+from tests._helpers.compiling import counting
 from tests._helpers.tiny_models import tiny_model, token_ids
 
 pytestmark = pytest.mark.transformers
@@ -42,21 +43,76 @@ def test_beyond_the_budget_latents_are_evicted() -> None:
     assert cache.kv.tokens_seen.tolist() == [49]
 
 
-def test_expected_attention_wants_one_rotation_for_all_layers() -> None:
-    """Conversion chooses every layer's frequencies; a cache has one rotation."""
-    model = converted()
-    first, second = (layer.self_attn for layer in model.model.layers)
-    second.rotary.inv_freq = second.inv_freq = first.inv_freq.clone()
-    tokens = token_ids(1, 40, seed=4).clamp(min=3)
-    cache = compressed_cache(model, "expected_attention", budget=12, interval=4)
-    model.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, past_key_values=cache)
-    assert int(cache.kv.lengths(0).max()) < 16
+def differing(**options: object) -> torch.nn.Module:
+    """Ranks, rope dims and frequencies of every layer's own."""
+    model = tiny_model("llama")
+    choice = {"kv_lora_rank": 20, "qk_rope_head_dim": 12, "method": "curvature", "rank_allocation": "global"}
+    to_low_rank_(model, LowRankConfig(**{**choice, **options}), token_ids(4, 64), progress=False)
+    ranks, rope = zip(
+        *((layer.self_attn.kv_lora_rank, layer.self_attn.qk_rope_head_dim) for layer in model.model.layers), strict=True
+    )
+    assert len(set(ranks)) > 1
+    assert len(set(rope)) > 1
+    return model
 
-    other = converted()
-    other.model.layers[1].self_attn.inv_freq = first.inv_freq * 0.5
-    with pytest.raises(ValueError, match=r"got ExpectedAttention\(.*rope_selection="):
-        compressed_cache(other, "expected_attention", budget=12)
-    compressed_cache(other, "key_diff", budget=12)
+
+@pytest.mark.parametrize("policy", ["key_diff", "expected_attention", "snap_kv"])
+def test_layers_with_ranks_and_rotations_of_their_own_decode_over_one_cache(policy: str) -> None:
+    model, tokens = differing(), token_ids(2, 12, seed=3).clamp(min=3)
+    cache = compressed_cache(model, policy, budget=64, batch_size=2)
+    settings = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(tokens, **settings)
+    assert torch.equal(model.generate(tokens, **settings, past_key_values=cache), expected)
+    widths = [(a.self_attn.kv_lora_rank, a.self_attn.qk_rope_head_dim) for a in model.model.layers]
+    assert cache.kv.latent_rank == tuple(rank for rank, _ in widths)
+    assert [cache.kv.keys(layer).shape[3] for layer in range(2)] == [sum(width) for width in widths]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [KeyDiff(), ExpectedAttention(query_window=8), StreamingLLM(rerotate=True)],
+    ids=lambda p: type(p).__name__,
+)
+def test_layers_of_their_own_evict_as_each_would_alone(policy: Policy) -> None:
+    """The kept sets, and latents, of the layers are those of one-layer caches that are fed the same."""
+    model, tokens = differing(), token_ids(1, 40, seed=4).clamp(min=3)
+    cache = compressed_cache(model, policy, budget=12, interval=4)
+    fed: list[list[dict[str, torch.Tensor]]] = [[], []]
+    layers = [layer.self_attn for layer in model.model.layers]
+    for layer, seen in zip(layers, fed, strict=True):
+
+        def note(module, args, kwargs, seen=seen):
+            seen.append({"hidden_states": kwargs["hidden_states"], "position_ids": kwargs["position_ids"]})
+
+        layer.register_forward_pre_hook(note, with_kwargs=True)
+    model.generate(tokens, max_new_tokens=11, do_sample=False, eos_token_id=None, past_key_values=cache)
+    for index, (layer, seen) in enumerate(zip(layers, fed, strict=True)):
+        alone = layer.make_cache(policy, 12, interval=4)
+        for call in seen:
+            with torch.no_grad():
+                LowRankAttention.forward(layer, **call, cache=alone)
+        assert torch.equal(cache.kv.positions(index), alone.positions(0))
+        length = int(alone.lengths(0).max())
+        assert 12 <= length < 16
+        torch.testing.assert_close(cache.kv.keys(index)[:, :, :length], alone.keys(0)[:, :, :length])
+
+
+@pytest.mark.compile
+def test_layers_of_their_own_decode_in_one_graph() -> None:
+    model, tokens = differing(), token_ids(1, 20, seed=4).clamp(min=3)
+    expected, got = [], []
+    with counting() as counts:
+        for step, out in ((model, expected), (torch.compile(model, fullgraph=True, backend="aot_eager"), got)):
+            cache = compressed_cache(model, "expected_attention", budget=12, batch_size=1, interval=4)
+            with torch.no_grad():
+                token = prefill(model, tokens, cache).argmax(-1, keepdim=True)
+                for position in range(20, 32):
+                    at = torch.tensor([[position]])
+                    logits = step(input_ids=token, position_ids=at, past_key_values=cache).logits
+                    token = logits[:, -1].argmax(-1, keepdim=True)
+                    out.append(int(token))
+        assert (counts.read().graphs, counts.breaks) == (1, 0)
+    assert got == expected
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["computed", "given"])

@@ -34,6 +34,7 @@ from fastattn.integrations.transformers._checks import (
 from fastattn.integrations.transformers._heads import check_spread, find_shard
 from fastattn.integrations.transformers._layers import CompressedLayer, ForwardedCache
 from fastattn.integrations.transformers._rotary import checked_rotary, described, find_rotary, low_rank_rotary
+from fastattn.modules.kv_cache.spec import one_or_each
 from fastattn.modules.low_rank import LowRankAttention
 from fastattn.modules.rotary import Rotary
 
@@ -46,7 +47,8 @@ class ModelSpec:
 
     Attributes:
         slots: per layer of the model, its index among the full-attention layers, None for a sliding window.
-        num_heads, num_kv_heads, head_dim, v_head_dim: of every full-attention layer.
+        num_heads, num_kv_heads: of every full-attention layer.
+        head_dim, v_head_dim: likewise; of layers of low-rank attention one for each where they differ.
         latent_rank: rank of the latents that layers of low-rank attention store, None for other models.
         rotary: the model's rotation, or one for every full-attention layer, None in it for a layer that does not
             rotate; None where what the layers do is not explained.
@@ -58,9 +60,9 @@ class ModelSpec:
     slots: tuple[int | None, ...]
     num_heads: int
     num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    latent_rank: int | None
+    head_dim: int | tuple[int, ...]
+    v_head_dim: int | tuple[int, ...]
+    latent_rank: int | tuple[int, ...] | None
     rotary: Rotary | list[Rotary | None] | None
     dtype: torch.dtype
     device: torch.device
@@ -298,19 +300,23 @@ def _examine(decoder: Any, hook: CacheHook) -> ModelSpec:
         if isinstance(layer, CompressedLayer):
             full.append(calls[0])
             _check_call(f"layer {index} of {name}", calls[0], positions, rotates=found is not None or low_rank)
-    shapes = {_shape_of(call) for call in full}
+    shapes = {_shape_of(call, widths=not low_rank) for call in full}
     if len(shapes) > 1:
         raise ValueError(f"the full-attention layers of {name} differ (heads, dims, dtype, device): {sorted(shapes)}")
     rotary: Rotary | list[Rotary | None] | None
-    rotary, no_rotary = low_rank_rotary(full) if low_rank else checked_rotary(name, full, positions, found)
-    query, key, value = full[0]["query"], full[0]["key"], full[0]["value"]
+    if low_rank:
+        rotary, no_rotary = low_rank_rotary(full), ""
+    else:
+        rotary, no_rotary = checked_rotary(name, full, positions, found)
+    query, key = full[0]["query"], full[0]["key"]
+    value_dim = one_or_each([call["value"].shape[3] for call in full])
     return ModelSpec(
         slots=tuple(slots),
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
-        head_dim=key.shape[3],
-        v_head_dim=value.shape[3],
-        latent_rank=value.shape[3] if low_rank else None,
+        head_dim=one_or_each([call["key"].shape[3] for call in full]),
+        v_head_dim=value_dim,
+        latent_rank=value_dim if low_rank else None,
         rotary=rotary,
         dtype=key.dtype,
         device=key.device,
@@ -342,9 +348,10 @@ def _run(decoder: Any, hook: CacheHook, cache: _Examination, positions: Tensor) 
             module.training = True
 
 
-def _shape_of(call: dict[str, Any]) -> tuple[Any, ...]:
+def _shape_of(call: dict[str, Any], widths: bool) -> tuple[Any, ...]:
     key = call["key"]
-    return call["query"].shape[1], key.shape[1], key.shape[3], call["value"].shape[3], str(key.dtype), str(key.device)
+    dims = (key.shape[3], call["value"].shape[3]) if widths else ()
+    return call["query"].shape[1], key.shape[1], *dims, str(key.dtype), str(key.device)
 
 
 def _check_call(layer: str, call: dict[str, Any], positions: Tensor, rotates: bool) -> None:

@@ -142,18 +142,11 @@ def _stands_still(call: dict[str, Any], tolerance: float) -> bool:
     )
 
 
-def low_rank_rotary(calls: list[dict[str, Any]]) -> tuple[Rotary | None, str]:
-    """The rotation of the rope key in the cached latents, or None and why there is none."""
-    rotations = [call["module"].latent_rotary() for call in calls]
-    first = rotations[0]
+def low_rank_rotary(calls: list[dict[str, Any]]) -> Rotary | list[Rotary | None]:
+    """The rotation of the rope key in the cached latents; one for each layer where they differ."""
+    rotations: list[Rotary] = [call["module"].latent_rotary() for call in calls]
     _check_there(rotation.inv_freq for rotation in rotations)
-    for other in rotations[1:]:
-        if other.extra_repr() != first.extra_repr() or not torch.equal(other.inv_freq.cpu(), first.inv_freq.cpu()):
-            return None, (
-                "its layers rotate at frequencies of their own. Convert with "
-                'LowRankConfig(rope_selection="uniform") and a number for freq_fold to give them one rotation'
-            )
-    return first, ""
+    return rotations[0] if len({described(rotation) for rotation in rotations}) == 1 else list(rotations)
 
 
 def described(rotary: Rotary | None) -> str:

@@ -38,10 +38,11 @@ class CompressedKVCache(RowCache):
         budget: tokens kept per row and head: one number for all layers, or one for each.
         num_layers: layers that attend through this cache.
         num_kv_heads: key/value heads per layer.
-        head_dim: dims of a key.
-        v_head_dim: dims of a value; ``head_dim`` by default.
+        head_dim: dims of a key: one number for all layers, or one for each.
+        v_head_dim: dims of a value, likewise; ``head_dim`` by default.
         latent_rank: the cache holds latents ``[latent | rope key]`` of ``head_dim`` columns, whose first
-            ``latent_rank`` are the value, stored once. Needs ``num_kv_heads=1``.
+            ``latent_rank`` (one number for all layers, or one for each) are the value, stored once. Needs
+            ``num_kv_heads=1``.
         num_heads: query heads, for policies with a query window; otherwise that is allocated on the first eager call.
         batch_size: rows.
         interval: decode steps between two compressions.
@@ -71,9 +72,9 @@ class CompressedKVCache(RowCache):
         *,
         num_layers: int,
         num_kv_heads: int,
-        head_dim: int,
-        v_head_dim: int | None = None,
-        latent_rank: int | None = None,
+        head_dim: int | Sequence[int],
+        v_head_dim: int | Sequence[int] | None = None,
+        latent_rank: int | Sequence[int] | None = None,
         num_heads: int | None = None,
         batch_size: int = 1,
         interval: int = 128,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastattn.modules.kv_cache.buffers import SHARED_BUFFERS, Buffer
 from fastattn.modules.kv_cache.progress import Progress
 from fastattn.modules.kv_cache.query_ring import QueryRing
-from fastattn.modules.kv_cache.spec import CacheSpec
+from fastattn.modules.kv_cache.spec import CacheSpec, LayerSpec, one_or_each
 from fastattn.modules.kv_cache.state import CacheLayer, CallState
 from fastattn.modules.kv_cache.validation import (
     HALF_WRITTEN,
@@ -114,19 +114,19 @@ class CacheModule(nn.Module):
         return self._spec.num_kv_heads
 
     @property
-    def head_dim(self) -> int:
-        """Dims of a key."""
-        return self._spec.head_dim
+    def head_dim(self) -> int | tuple[int, ...]:
+        """Dims of a key; one number per layer where they differ."""
+        return self._spec.head_dim  # type: ignore[return-value]
 
     @property
-    def v_head_dim(self) -> int:
-        """Dims of a value."""
-        return self._spec.value_dim
+    def v_head_dim(self) -> int | tuple[int, ...]:
+        """Dims of a value; one number per layer where they differ."""
+        return one_or_each(self._spec.value_dims)
 
     @property
-    def latent_rank(self) -> int | None:
-        """Leading dims of a key that are the value, for a latent cache."""
-        return self._spec.latent_rank
+    def latent_rank(self) -> int | tuple[int, ...] | None:
+        """Leading dims of a key that are the value, for a latent cache; one number per layer where they differ."""
+        return self._spec.latent_rank  # type: ignore[return-value]
 
     @property
     def storage(self) -> str | None:
@@ -198,6 +198,11 @@ class CacheModule(nn.Module):
     def device(self) -> torch.device:
         """Of all state."""
         return self._layer(0).keys.device
+
+    def layer_spec(self, layer: int) -> LayerSpec:
+        """What layer ``layer`` was made for."""
+        check_layer(self._spec, layer)
+        return self._in_order[layer].spec
 
     def _layer(self, layer: int) -> CacheLayer:
         check_layer(self._spec, layer)

@@ -71,9 +71,9 @@ class CacheSpec:
     budget: int | Sequence[int]
     num_layers: int
     num_kv_heads: int
-    head_dim: int
-    v_head_dim: int | None = None
-    latent_rank: int | None = None
+    head_dim: int | Sequence[int]
+    v_head_dim: int | Sequence[int] | None = None
+    latent_rank: int | Sequence[int] | None = None
     num_heads: int | None = None
     batch_size: int = 1
     interval: int = 128
@@ -85,9 +85,13 @@ class CacheSpec:
     rotary: InitVar[Rotary | Sequence[Rotary | None] | None] = None
 
     def __post_init__(self, rotary: Rotary | Sequence[Rotary | None] | None) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "batch_size", "interval", "max_step"):
+        for name in ("num_layers", "num_kv_heads", "batch_size", "interval", "max_step"):
             check_count(name, getattr(self, name), 1)
-        object.__setattr__(self, "budget", checked_budget(self.budget, self.num_layers))
+        object.__setattr__(self, "budget", checked_counts("budget", self.budget, self.num_layers))
+        for name in ("head_dim", "v_head_dim", "latent_rank"):
+            if name == "head_dim" or getattr(self, name) is not None:
+                counts = checked_counts(name, getattr(self, name), self.num_layers)
+                object.__setattr__(self, name, counts if isinstance(counts, int) else one_or_each(counts))
         object.__setattr__(self, "window", checked_window(self.window, self.num_layers))
         check_count("policy.query_window", self.policy.query_window, 0)
         self._check_slot_state()
@@ -110,9 +114,10 @@ class CacheSpec:
     def _check_storage(self, storage: str) -> None:
         """A format that takes keys and values of these dims, and a policy that works over codes."""
         check_storage(storage)
-        check_dim("keys", self.head_dim, storage)
-        if self.latent_rank is None:
-            check_dim("values", self.value_dim, storage)
+        for key_dim in dict.fromkeys(self.head_dims):
+            check_dim("keys", key_dim, storage)
+        for value_dim in dict.fromkeys(self.value_dims) if self.latent_rank is None else ():
+            check_dim("values", value_dim, storage)
         if (self.dtype or torch.get_default_dtype()) == torch.float64:
             raise ValueError(f"storage must be None for a cache of dtype torch.float64, got {storage!r}")
         if self.policy.rerotate:
@@ -134,16 +139,14 @@ class CacheSpec:
 
     def _check_widths(self) -> None:
         """Dims of keys, values and latents fit together."""
-        rank = self.latent_rank
-        if rank is not None:
-            check_count("latent_rank", rank, 1)
-            if self.num_kv_heads != 1:
-                raise ValueError(f"num_kv_heads must be 1 for a latent cache, got {self.num_kv_heads}")
-            if rank > self.head_dim:
-                raise ValueError(f"latent_rank must be at most head_dim {self.head_dim}, got {rank}")
-            if self.v_head_dim not in (None, rank):
-                raise ValueError(f"v_head_dim must be latent_rank {rank} or None, got {self.v_head_dim}")
-        check_count("v_head_dim", self.value_dim, 1)
+        if self.latent_rank is None:
+            return
+        if self.num_kv_heads != 1:
+            raise ValueError(f"num_kv_heads must be 1 for a latent cache, got {self.num_kv_heads}")
+        if any(rank > dim for rank, dim in zip(self.latent_ranks, self.head_dims, strict=True) if rank is not None):
+            raise ValueError(f"latent_rank must be at most head_dim {self.head_dim}, got {self.latent_rank}")
+        if self.v_head_dim not in (None, self.latent_rank):
+            raise ValueError(f"v_head_dim must be latent_rank {self.latent_rank} or None, got {self.v_head_dim}")
 
     def _check_rotary(self, rotary: Rotary | Sequence[Rotary | None] | None) -> None:
         """A rotation where the policy needs one, of dims that a key has."""
@@ -155,26 +158,40 @@ class CacheSpec:
                 f"rotary must be one rotation, or one or None for each of the {self.num_layers} layers, got "
                 f"{len(rotary)}"
             )
-        for one in rotary if isinstance(rotary, (list, tuple)) else (rotary,):
+        each = rotary if isinstance(rotary, (list, tuple)) else (rotary,) * self.num_layers
+        for one, head_dim in zip(each, self.head_dims, strict=True):
             if one is not None and not isinstance(one, Rotary):
                 raise TypeError(f"rotary must be a Rotary, a list of them or None, got {type(one).__name__}")
-            if one is not None and one.end > self.head_dim:
-                raise ValueError(f"rotary must rotate dims within head_dim {self.head_dim}, got dims up to {one.end}")
+            if one is not None and one.end > head_dim:
+                raise ValueError(f"rotary must rotate dims within head_dim {head_dim}, got dims up to {one.end}")
 
     @property
     def budgets(self) -> tuple[int, ...]:
         """The budget of every layer."""
-        return (self.budget,) * self.num_layers if isinstance(self.budget, int) else tuple(self.budget)
+        return self._each(self.budget)
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """Dims of every layer's keys."""
+        return self._each(self.head_dim)
+
+    @property
+    def latent_ranks(self) -> tuple[int | None, ...]:
+        """The latent rank of every layer."""
+        return (None,) * self.num_layers if self.latent_rank is None else self._each(self.latent_rank)
+
+    @property
+    def value_dims(self) -> tuple[int, ...]:
+        """Dims of every layer's values."""
+        return self._each(next(d for d in (self.latent_rank, self.v_head_dim, self.head_dim) if d is not None))
+
+    def _each(self, given: int | Sequence[int]) -> tuple[int, ...]:
+        return (given,) * self.num_layers if isinstance(given, int) else tuple(given)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of every layer, None where a query sees all."""
         return tuple(self.window) if isinstance(self.window, tuple) else (None,) * self.num_layers
-
-    @property
-    def value_dim(self) -> int:
-        """Dims of a value."""
-        return self.latent_rank or (self.head_dim if self.v_head_dim is None else self.v_head_dim)
 
     @property
     def ring_size(self) -> int:
@@ -203,9 +220,9 @@ class CacheSpec:
             interval=self.interval,
             max_step=self.max_step,
             num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            v_head_dim=self.value_dim,
-            latent_rank=self.latent_rank,
+            head_dim=self.head_dims[index],
+            v_head_dim=self.value_dims[index],
+            latent_rank=self.latent_ranks[index],
             slot_state=() if self.windows[index] else tuple(self.policy.slot_state.items()),
             storage=self.storage,
             window=self.windows[index],
@@ -220,20 +237,25 @@ class CacheSpec:
         return {one.name: getattr(self, one.name) for one in fields(self)} | changed
 
 
-def checked_budget(budget: object, num_layers: int) -> int | tuple[int, ...]:
-    """``budget`` as one number for all layers, or as one for every layer.
+def checked_counts(name: str, given: object, num_layers: int) -> int | tuple[int, ...]:
+    """``given`` as one number for all layers, or as one for every layer.
 
     Raises:
         TypeError, ValueError: neither, naming the layer that is wrong.
     """
-    if isinstance(budget, (str, bytes)) or not isinstance(budget, Sequence):
-        check_count("budget", budget, 1)
-        return budget  # type: ignore[return-value]
-    if len(budget) != num_layers:
-        raise ValueError(f"budget must be one number, or one for each of the {num_layers} layers, got {len(budget)}")
-    for layer, tokens in enumerate(budget):
-        check_count(f"budget[{layer}]", tokens, 1)
-    return tuple(budget)
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
+        check_count(name, given, 1)
+        return given  # type: ignore[return-value]
+    if len(given) != num_layers:
+        raise ValueError(f"{name} must be one number, or one for each of the {num_layers} layers, got {len(given)}")
+    for layer, count in enumerate(given):
+        check_count(f"{name}[{layer}]", count, 1)
+    return tuple(given)
+
+
+def one_or_each(counts: Sequence[int]) -> int | tuple[int, ...]:
+    """The number that all layers share, or every layer's."""
+    return counts[0] if len(set(counts)) == 1 else tuple(counts)
 
 
 def checked_window(window: object, num_layers: int) -> tuple[int | None, ...] | None:

@@ -20,7 +20,7 @@ from fastattn.modules.policies import Policy
 from fastattn.modules.rotary import Rotary
 
 FORMAT = "fastattn.kv_cache"
-VERSION = 2  # 1 is written where layers have neither a window nor a rotation of their own
+VERSION = 2  # 1 is written where layers have neither a window nor a rotation or widths of their own
 _ROTARY = "rotary.inv_freq"
 _EXTRA = "extra."  # begins the names of tensors that are no buffers
 _LAYER_ROTARY = "rotary.{}.inv_freq"
@@ -39,7 +39,8 @@ def save_cache(
         raise TypeError(f"fingerprint must be a string, got {type(fingerprint).__name__}")
     tensors = {name: _filled(buffer, tensor, name, buffers) for name, (buffer, tensor) in buffers.items()}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    by_layer = isinstance(rotary, list) or arguments["window"] is not None
+    widths = (arguments["head_dim"], arguments["v_head_dim"], arguments["latent_rank"])
+    by_layer = isinstance(rotary, list) or arguments["window"] is not None or any(isinstance(w, tuple) for w in widths)
     unsaid = ("policy",) if by_layer else ("policy", "window")
     header = {
         "arguments": {name: value for name, value in arguments.items() if name not in unsaid},

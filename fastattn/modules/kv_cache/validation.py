@@ -89,8 +89,13 @@ def check_croppable_rows(tokens: Tensor, croppable: Tensor) -> None:
 
 def queries_names(spec: CacheSpec, prefix: str) -> list[str]:
     """What the layers' newest queries are called in a state; none where the policy keeps no queries."""
+    return list(queries_by_layer(spec, prefix).values())
+
+
+def queries_by_layer(spec: CacheSpec, prefix: str) -> dict[int, str]:
+    """The same, for every layer that keeps queries."""
     with_queries = [layer for layer, window in enumerate(spec.windows) if window is None] if spec.ring_size else []
-    return [f"{prefix}layers.{layer}.queries" for layer in with_queries]
+    return {layer: f"{prefix}layers.{layer}.queries" for layer in with_queries}
 
 
 def holds_no_query(state: Mapping[str, Any], prefix: str) -> bool:
@@ -113,10 +118,10 @@ def check_saved(
         )
     shapes = {f"{prefix}{name}": list(value.shape) for name, value in held.items() if name != HALF_WRITTEN}
     late = queries_names(spec, prefix)
-    for name in late:
+    for layer, name in queries_by_layer(spec, prefix).items():
         if name in saved and name not in shapes:
             heads = spec.num_heads or saved[name].shape[1]
-            shapes[name] = [spec.batch_size, heads, spec.ring_size + 1, spec.head_dim]
+            shapes[name] = [spec.batch_size, heads, spec.ring_size + 1, spec.head_dims[layer]]
     for name, expected in shapes.items():
         actual = list(getattr(saved.get(name), "shape", ()))
         if name in saved and actual != expected:

@@ -181,7 +181,7 @@ class LowRankAttention(nn.Module):
         check.check_mask(attention_mask, hidden_states)
         check.check_absorb(absorb)
         if cache is not None:
-            check.check_cache(cache, hidden_states, self.kv_lora_rank, self.qk_rope_head_dim, causal, absorb)
+            check.check_cache(cache, layer, hidden_states, self.kv_lora_rank, self.qk_rope_head_dim, causal, absorb)
             check.check_owner(cache, layer, self)
         if position_ids is None:
             position_ids = self._default_positions(batch, tokens, attention_mask, cache, hidden_states.device)

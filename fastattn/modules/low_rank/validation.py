@@ -137,18 +137,25 @@ def check_mask(mask: Tensor | None, hidden_states: Tensor) -> None:
 
 
 def check_cache(
-    cache: CompressedKVCache, hidden_states: Tensor, rank: int, rope_dim: int, causal: bool, absorb: bool | None
+    cache: CompressedKVCache,
+    layer: int,
+    hidden_states: Tensor,
+    rank: int,
+    rope_dim: int,
+    causal: bool,
+    absorb: bool | None,
 ) -> None:
-    """A latent cache of this module's dims and the input's batch, used causally."""
+    """A latent cache of this module's dims in ``layer`` and of the input's batch, used causally."""
     if not isinstance(cache, CompressedKVCache):
         raise TypeError(f"cache must be a CompressedKVCache (make_cache gives one) or None, got {type(cache).__name__}")
     if not causal:
         raise ValueError("causal must be True with a cache: its tokens come before the new ones, got False")
-    if cache.latent_rank != rank or cache.head_dim != rank + rope_dim or cache.num_kv_heads != 1:
+    held = cache.layer_spec(layer)
+    if held.latent_rank != rank or held.head_dim != rank + rope_dim or held.num_kv_heads != 1:
         raise ValueError(
             f"cache must be a latent cache of latent_rank {rank}, head_dim {rank + rope_dim} and one key/value head "
-            f"(make_cache gives one), got latent_rank {cache.latent_rank}, head_dim {cache.head_dim} and "
-            f"{cache.num_kv_heads} key/value heads"
+            f"in layer {layer} (make_cache gives one), got latent_rank {held.latent_rank}, head_dim {held.head_dim} "
+            f"and {held.num_kv_heads} key/value heads"
         )
     if hidden_states.shape[0] != cache.batch_size:
         raise ValueError(
