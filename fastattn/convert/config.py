@@ -43,9 +43,7 @@ class LowRankConfig:
             ``"uniform"`` equally many of every folded group, at the model's own evenly spaced frequencies (with
             ``freq_fold = head_dim / qk_rope_head_dim`` these are DeepSeek's, which an export needs); ``"curvature"``,
             with that method only, those whose lost position costs the loss most, mixed over heads at one frequency. By
-            default ``"energy"``, and ``"curvature"`` with that method. Only ``"uniform"`` with a number for
-            ``freq_fold`` gives all layers one rotation, which Expected Attention and ``StreamingLLM(rerotate=True)``
-            need in a cache.
+            default ``"energy"``, and ``"curvature"`` with that method.
         rope_mixing: ``"real"`` rotates both halves of a pair alike, as published; ``"complex"`` also lets heads differ
             in phase, which collects at least as much energy.
         kv_rank_budget: sum of the layers' latent ranks, given out where they lower the relative error most; needs

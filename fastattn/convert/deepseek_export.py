@@ -121,6 +121,7 @@ def _check_outputs(model: nn.Module, config: Any, state: dict[str, Tensor]) -> N
 
 def _check_attention(sites: list[tuple[int, Any]], config: Any) -> float:
     """Refuse attention that the layout can't hold; the base of the rotary frequencies otherwise."""
+    _check_ranks([attention for _, attention in sites])
     shapes = set()
     for index, attention in sites:
         where = f"layer {index}"
@@ -145,10 +146,7 @@ def _check_attention(sites: list[tuple[int, Any]], config: Any) -> float:
         shapes.add(
             (
                 attention.num_heads,
-                attention.kv_lora_rank,
-                attention.q_lora_rank,
                 attention.qk_nope_head_dim,
-                attention.qk_rope_head_dim,
                 attention.v_head_dim,
                 attention.o_proj.bias is not None,
                 attention.rotary.interleave,
@@ -157,6 +155,17 @@ def _check_attention(sites: list[tuple[int, Any]], config: Any) -> float:
     if len(shapes) > 1:
         raise ValueError(f"all layers must have one shape in DeepSeek-V3's layout, got {sorted(map(str, shapes))}")
     return _rope_theta(sites, config)
+
+
+def _check_ranks(layers: list[Any]) -> None:
+    """Every layer has the same ranks and rope dims: the layout has one number each for all of them."""
+    for name in ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim"):
+        each = [getattr(attention, name) for attention in layers if isinstance(attention, LowRankAttention)]
+        if len(set(each)) > 1:
+            raise ValueError(
+                f"{name} must be one number for all layers in DeepSeek-V3's layout, got {each}: convert with "
+                'rank_allocation="uniform" and without kv_rank_budget'
+            )
 
 
 def _rope_theta(sites: list[tuple[int, Any]], config: Any) -> float:

@@ -207,7 +207,7 @@ def test_export_says_what_the_layout_cannot_hold(tmp_path):
     refuse(with_latent_norm(converted("llama", even), frequencies=False), "evenly spaced")
     refuse(with_latent_norm(converted("qwen2", even)), "bias on the query's heads")
     budget = LowRankConfig(kv_lora_rank=None, kv_rank_budget=25, **EVEN)
-    refuse(with_latent_norm(converted("llama", budget)), "one shape")
+    refuse(with_latent_norm(converted("llama", budget)), 'kv_lora_rank must be one number .*rank_allocation="uniform"')
 
 
 @pytest.mark.parametrize(
