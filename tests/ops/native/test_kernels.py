@@ -168,6 +168,63 @@ def test_keys_that_cancel_have_no_direction() -> None:
         assert not ops.score_key_diff(key, torch.tensor([[100]], dtype=INT)).any()
 
 
+@pytest.mark.parametrize("storage", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_appended_tokens_are_quantised_as_by_the_definition(storage: str, dtype: torch.dtype) -> None:
+    """Tiny and large numbers, zeros and what is not finite, padding between tokens, of 33 and 96 numbers."""
+    for dim in (32, 96) if storage == "int4" else (33, 96):
+        new = (
+            draw.normal(2, 2, 7, dim, dtype=dtype, seed=dim)
+            * torch.tensor([1e-3, 1.0, 30.0]).to(dtype).repeat(11)[:7, None]
+        )
+        new[0, 0, 1] = 0
+        new[1, 1, 2, 3] = float("nan")
+        new[0, 1, 4, 5] = float("-inf")
+        buffer, scales = ops.quantize(torch.zeros(2, 2, 9, dim), storage)
+        scales = scales if scales.dim() == 4 else scales[..., None]
+        value, value_scales = buffer.clone(), scales.clone()
+        positions, lengths = torch.full((2, 2, 9), -1, dtype=INT), torch.tensor([[0, 3], [2, 1]], dtype=INT)
+        at = torch.tensor([[5, 6, -1, 7, 8, -1, 9], [-1, 1, 2, 3, 4, -1, -1]], dtype=INT)
+        native.operators().cache_append_codes_(
+            buffer, value, positions, lengths, scales, value_scales, new, new.flip(3).contiguous(), at
+        )
+        expected, expected_scale = ops.quantize(new, storage)
+        assert lengths.tolist() == [[5, 8], [6, 5]]
+        for b, h in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            real = at[b] >= 0
+            slots = slice(int(lengths[b, h]) - int(real.sum()), int(lengths[b, h]))
+            assert torch.equal(positions[b, h, slots], at[b, real])
+            found, wanted = scales[b, h, slots], expected_scale[b, h, real].view(int(real.sum()), -1)
+            torch.testing.assert_close(found, wanted, rtol=1e-3 if storage == "int4" else 0, atol=1e-6, equal_nan=True)
+            finite = wanted.isfinite().all(-1)
+            if storage == "int4":  # the transform adds up in another order: halfway between two codes either is right
+                numbers = ops.dequantize(buffer[b, h, slots], found)[finite]
+                exact = ops.dequantize(expected[b, h, real], wanted)[finite]
+                step = wanted[finite].float().abs().amax(-1, keepdim=True)
+                assert ((numbers - exact).norm(dim=-1) <= 2.1 * step[..., 0] + 1e-7).all()
+            else:
+                assert torch.equal(buffer[b, h, slots][finite], expected[b, h, real][finite])
+                flipped = value[b, h, slots][finite]
+                assert torch.equal(flipped.flip(-1), buffer[b, h, slots][finite])
+
+
+def test_every_number_rounds_to_e4m3_as_pytorch_rounds_it() -> None:
+    """Codes, what lies halfway between two, and their neighbors, below and above the smallest normal number."""
+    exact = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    halves = (exact[1:] + exact[:-1]) / 2
+    near = torch.cat([exact, halves, halves.nextafter(torch.tensor(1e9)), halves.nextafter(torch.tensor(-1e9))])
+    numbers = torch.cat([near, -near, torch.tensor([448.0])])[None, None, None]  # the scale is 1
+    buffer, scales = torch.zeros(1, 1, 1, numbers.shape[3], dtype=torch.uint8), torch.zeros(1, 1, 1, 1)
+    positions, lengths = torch.full((1, 1, 1), -1, dtype=INT), torch.zeros(1, 1, dtype=INT)
+    native.operators().cache_append_codes_(
+        buffer, buffer[..., :0], positions, lengths, scales, scales[..., :0], numbers, numbers[..., :0],
+        torch.zeros(1, 1, dtype=INT),
+    )  # fmt: skip
+    assert scales.item() == 1
+    expected = numbers.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(buffer, expected)
+
+
 def _stored() -> tuple[Tensor, ...]:
     key, value = draw.normal(2, 2, 9, 4, seed=1), draw.normal(2, 2, 9, 3, seed=2)
     positions = torch.arange(9, dtype=INT).expand(2, 2, 9).contiguous()
@@ -179,13 +236,34 @@ def calls() -> dict[str, tuple[Any, ...]]:
     query = draw.normal(2, 4, 2, 4, seed=3)
     appended = (draw.normal(2, 2, 1, 4, seed=4), draw.normal(2, 2, 1, 3, seed=5), torch.tensor([[7], [-1]], dtype=INT))
     codes, scale = ops.quantize(key, "int8")
+    codes_of, scores = (appended[0], appended[0] + 1, appended[2]), draw.normal(2, 2, 9, seed=7)
     return {
         "decode_attention": (query, key, value, lengths, 0.3, True),
         "latent_decode": (query, query[..., :2], draw.normal(2, 9, 6, seed=6), lengths[:, 0].contiguous(), 0.3, True),
         "decode_codes": (query, codes, codes, scale, scale, lengths, 0.3, True, 4),
         "merge_attention": ([query, query], [query[..., 0], query[..., 1]]),
         "cache_append_": (key, value, positions, lengths, *appended),
-        "cache_compact_": (key, value, positions, lengths, draw.normal(2, 2, 9, seed=7), 3, 0),
+        "cache_compact_": (key, value, positions, lengths, scores, 3, 0),
+        "cache_append_codes_": (
+            codes,
+            codes.clone(),
+            positions,
+            lengths,
+            scale[..., None],
+            scale[..., None] + 1,
+            *codes_of,
+        ),
+        "cache_compact_codes_": (
+            codes,
+            codes.clone(),
+            positions,
+            lengths,
+            scale[..., None],
+            scale[..., None] + 1,
+            scores,
+            3,
+            0,
+        ),
         "score_knorm": (key, lengths, 0),
         "score_key_diff": (key, lengths, 0),
     }

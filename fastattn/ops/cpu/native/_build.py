@@ -32,6 +32,8 @@ OPERATORS = (
     "merge_attention",
     "cache_append_",
     "cache_compact_",
+    "cache_append_codes_",
+    "cache_compact_codes_",
     "score_knorm",
     "score_key_diff",
 )

@@ -37,26 +37,34 @@ inline void over_heads(int64_t batch, int64_t heads, int64_t bytes_each, const F
   });
 }
 
-inline void append(
-    const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& positions, const at::Tensor& lengths,
-    const at::Tensor& key, const at::Tensor& value, const at::Tensor& position) {
-  const int64_t batch = key.size(0), heads = key.size(1), tokens = key.size(2), capacity = key_cache.size(2);
+// Tokens of each row that are appended; refused where a head has no room for them.
+inline std::vector<int32_t> real_tokens(const at::Tensor& position, const at::Tensor& lengths, int64_t capacity) {
   const auto place = position.accessor<int32_t, 2>();
-  auto filled = lengths.accessor<int32_t, 2>();
-  auto stored = positions.accessor<int32_t, 3>();
-  std::vector<int32_t> real(batch, 0);
-  for (int64_t b = 0; b < batch; ++b) {
+  const auto filled = lengths.accessor<int32_t, 2>();
+  std::vector<int32_t> real(position.size(0), 0);
+  for (int64_t b = 0; b < position.size(0); ++b) {
     int32_t longest = 0;
-    for (int64_t h = 0; h < heads; ++h) {
+    for (int64_t h = 0; h < lengths.size(1); ++h) {
       longest = std::max(longest, filled[b][h]);
     }
-    for (int64_t t = 0; t < tokens; ++t) {
+    for (int64_t t = 0; t < position.size(1); ++t) {
       real[b] += place[b][t] >= 0;
     }
     TORCH_CHECK_VALUE(
         longest + int64_t(real[b]) <= capacity, "key must fit the cache's ", capacity, " slots, but ",
         longest + int64_t(real[b]), " would be filled");
   }
+  return real;
+}
+
+inline void append(
+    const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& positions, const at::Tensor& lengths,
+    const at::Tensor& key, const at::Tensor& value, const at::Tensor& position) {
+  const int64_t batch = key.size(0), heads = key.size(1), tokens = key.size(2);
+  const auto place = position.accessor<int32_t, 2>();
+  auto filled = lengths.accessor<int32_t, 2>();
+  auto stored = positions.accessor<int32_t, 3>();
+  const std::vector<int32_t> real = real_tokens(position, lengths, key_cache.size(2));
   const std::pair<Rows, Rows> buffers[] = {{Rows(key_cache), Rows(key)}, {Rows(value_cache), Rows(value)}};
   over_heads(batch, heads, tokens * (buffers[0].first.width + buffers[1].first.width), [&](int64_t b, int64_t h) {
     const int64_t start = filled[b][h];
@@ -130,14 +138,17 @@ inline std::vector<int64_t> best_slots(const A* scores, int64_t stride, int64_t 
 
 template <typename A>
 inline void compact(
-    const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& positions, const at::Tensor& lengths,
+    std::initializer_list<at::Tensor> moved, const at::Tensor& positions, const at::Tensor& lengths,
     const at::Tensor& scores, int64_t budget, int64_t min_length) {
-  const int64_t batch = lengths.size(0), heads = lengths.size(1), capacity = key_cache.size(2);
+  const int64_t batch = lengths.size(0), heads = lengths.size(1), capacity = positions.size(2);
   auto filled = lengths.accessor<int32_t, 2>();
   auto stored = positions.accessor<int32_t, 3>();
   const auto rated = scores.accessor<A, 3>();
-  const Rows buffers[] = {Rows(key_cache), Rows(value_cache)};
-  const int64_t bytes = 2 * budget * (buffers[0].width + buffers[1].width);
+  const std::vector<Rows> buffers(moved.begin(), moved.end());
+  int64_t bytes = 0;
+  for (const Rows& buffer : buffers) {
+    bytes += 2 * budget * buffer.width;
+  }
   over_heads(batch, heads, bytes, [&](int64_t b, int64_t h) {
     const int64_t length = std::min<int64_t>(filled[b][h], capacity);
     if (length <= budget || length < min_length) {

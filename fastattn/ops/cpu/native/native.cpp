@@ -1,6 +1,6 @@
 // The private operators that fastattn's CPU functions call: namespace fastattn_native.
 #include "attention.h"
-#include "cache.h"
+#include "quantize.h"
 #include "scores.h"
 
 #include <ATen/Dispatch.h>
@@ -145,7 +145,35 @@ void cache_compact_(
     const Tensor& key_cache, const Tensor& value_cache, const Tensor& positions, const Tensor& lengths,
     const Tensor& scores, int64_t budget, int64_t min_length) {
   AT_DISPATCH_FLOATING_TYPES(scores.scalar_type(), "cache_compact_", [&] {
-    compact<scalar_t>(key_cache, value_cache, positions, lengths, scores, budget, min_length);
+    compact<scalar_t>({key_cache, value_cache}, positions, lengths, scores, budget, min_length);
+  });
+}
+
+void cache_append_codes_(
+    const Tensor& key_cache, const Tensor& value_cache, const Tensor& positions, const Tensor& lengths,
+    const Tensor& key_scale, const Tensor& value_scale, const Tensor& key, const Tensor& value, const Tensor& position) {
+  TORCH_CHECK(key.stride(3) == 1 && value.stride(3) == 1, "key and value must have columns next to each other");
+  const auto run = [&]<typename T>(T) {
+    append_codes<T>(key_cache, value_cache, positions, lengths, key_scale, value_scale, key, value, position);
+  };
+  switch (key.scalar_type()) {
+    case at::kFloat:
+      return run(float());
+    case at::kBFloat16:
+      return run(BFloat16());
+    case at::kHalf:
+      return run(Half());
+    default:
+      TORCH_CHECK(false, "key must be float32, bfloat16 or float16");
+  }
+}
+
+void cache_compact_codes_(
+    const Tensor& key_cache, const Tensor& value_cache, const Tensor& positions, const Tensor& lengths,
+    const Tensor& key_scale, const Tensor& value_scale, const Tensor& scores, int64_t budget, int64_t min_length) {
+  AT_DISPATCH_FLOATING_TYPES(scores.scalar_type(), "cache_compact_codes_", [&] {
+    compact<scalar_t>(
+        {key_cache, value_cache, key_scale, value_scale}, positions, lengths, scores, budget, min_length);
   });
 }
 
@@ -241,6 +269,12 @@ TORCH_LIBRARY(fastattn_native, m) {
   m.def(
       "cache_compact_(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) positions, Tensor(d!) lengths,"
       " Tensor scores, int budget, int min_length) -> ()");
+  m.def(
+      "cache_append_codes_(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) positions, Tensor(d!) lengths,"
+      " Tensor(e!) key_scale, Tensor(f!) value_scale, Tensor key, Tensor value, Tensor position) -> ()");
+  m.def(
+      "cache_compact_codes_(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) positions, Tensor(d!) lengths,"
+      " Tensor(e!) key_scale, Tensor(f!) value_scale, Tensor scores, int budget, int min_length) -> ()");
   m.def("score_knorm(Tensor key, Tensor lengths, int min_length, Tensor? key_scale=None) -> Tensor");
   m.def("score_key_diff(Tensor key, Tensor lengths, int min_length, Tensor? key_scale=None) -> Tensor");
   m.def("merge_attention(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)");
@@ -255,6 +289,8 @@ TORCH_LIBRARY_IMPL(fastattn_native, CPU, m) {
   m.impl("score_knorm", score_knorm);
   m.impl("cache_compact_", cache_compact_);
   m.impl("cache_append_", cache_append_);
+  m.impl("cache_append_codes_", cache_append_codes_);
+  m.impl("cache_compact_codes_", cache_compact_codes_);
 }
 
 } // namespace fastattn
