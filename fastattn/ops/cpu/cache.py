@@ -92,6 +92,13 @@ def cache_append_codes_(
     value: Tensor,
     position: Tensor,
 ) -> None:
+    if key.numel() == 0:
+        return
+    native, held = operators(), _as_vectors(key_scale, value_scale)
+    columns = (key_cache, value_cache, key, value, *held)
+    if native and key.dtype != torch.float64 and all(tensor.stride(3) == 1 for tensor in columns):
+        native.cache_append_codes_(key_cache, value_cache, positions, lengths, *held, key, value, position)
+        return
     storage = _formats.storage_of(key_cache, key_scale)
     assert storage is not None
     codes, scale = _formats.encode(key.detach().to(accumulator_dtype(key.dtype)), storage)
@@ -99,7 +106,7 @@ def cache_append_codes_(
         value_codes, of_value = _formats.encode(value.detach().to(accumulator_dtype(value.dtype)), storage)
     else:
         value_codes, of_value = codes[..., :0], scale.new_empty(*codes.shape[:3], 0)
-    held, new = _as_vectors(key_scale, value_scale), _as_vectors(scale, of_value)
+    new = _as_vectors(scale, of_value)
     cache_append_(held[0], held[1], positions, lengths.clone(), new[0], new[1], position)
     cache_append_(key_cache, value_cache, positions, lengths, codes, value_codes, position)
 
@@ -120,8 +127,12 @@ def cache_compact_codes_(
     budget: int,
     min_length: int,
 ) -> None:
+    native, (of_keys, of_values) = operators(), _as_vectors(key_scale, value_scale)
+    if native and all(tensor.stride(3) == 1 for tensor in (key_cache, value_cache, of_keys, of_values)):
+        held = (key_cache, value_cache, positions, lengths, of_keys, of_values)
+        native.cache_compact_codes_(*held, scores, budget, min_length)
+        return
     # the same choice twice: scales are moved before the lengths change
-    of_keys, of_values = _as_vectors(key_scale, value_scale)
     cache_compact_(of_keys, of_values, positions.clone(), lengths.clone(), scores, budget, min_length)
     cache_compact_(key_cache, value_cache, positions, lengths, scores, budget, min_length)
 
