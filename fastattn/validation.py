@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -100,7 +101,9 @@ def fixed(value: float) -> float:
 
 
 def check_no_grad(operator: str, **tensors: Tensor | None) -> None:
-    """Refuse a gradient that the operator could not pass on."""
+    """Refuse a derivative, of either mode, that the operator could not pass on."""
+    if forward_ad._current_level >= 0:
+        refuse_forward_mode(operator, *tensors.values())
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():
@@ -111,9 +114,37 @@ def check_no_grad(operator: str, **tensors: Tensor | None) -> None:
             )
 
 
+def refuse_forward_mode(operator: str, *tensors: Tensor | None) -> None:
+    """Forward-mode differentiation would give zeros: an operator has a formula for backward only, or none."""
+    if forward_ad._current_level < 0 or torch.compiler.is_compiling():
+        return
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise RuntimeError(
+                f"{operator} has no forward-mode derivative (torch.func.jvp, jacfwd): use "
+                "autograd (torch.autograd.grad) or fastattn.ops.reference"
+            )
+
+
+FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+def hides_values() -> bool:
+    """Tensors stand for others: a compiler or an export is tracing, or the caller has entered a FakeTensorMode."""
+    return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(FAKE) is not None
+
+
+has_autocast = torch._C._is_autocast_available  # the meta device has none, and asking whether it is on raises
+
+
+def autocasts(device_type: str) -> bool:
+    """Autocast is on for tensors of this kind of device."""
+    return has_autocast(device_type) and torch.is_autocast_enabled(device_type)
+
+
 def checks_values(tensor: Tensor) -> bool:
     """Values (as against shapes and dtypes) are checked in eager mode on a CPU only, where looking costs no wait."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    return tensor.device.type == "cpu" and not hides_values()
 
 
 def find_split_row(mask: Tensor) -> tuple[int, int] | None:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fastattn import validation as check
 
@@ -126,22 +125,10 @@ def _is_hidden(tensor: Tensor) -> bool:
 def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast floats but float64 in autocast's dtype, as ``scaled_dot_product_attention`` takes them."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not check.autocasts(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
-
-
-def refuse_forward_mode(operator: str, *tensors: Tensor | None) -> None:
-    """Forward-mode differentiation would give zeros: an operator has a formula for backward only."""
-    if forward_ad._current_level < 0 or torch.compiler.is_compiling():
-        return
-    for tensor in tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise RuntimeError(
-                f"{operator} has no forward-mode derivative (torch.func.jvp, jacfwd): use "
-                "autograd (torch.autograd.grad) or fastattn.ops.reference"
-            )
 
 
 def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

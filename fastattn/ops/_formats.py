@@ -10,6 +10,8 @@ import functools
 import torch
 from torch import Tensor
 
+from fastattn.validation import hides_values
+
 STORAGES = ("int8", "fp8", "int4")
 GROUP = 32  # dims that share a scale of int4
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # code of a vector's largest number
@@ -48,7 +50,7 @@ def block_of(dim: int) -> int:
 def hadamard(vectors: Tensor, block: int | None = None) -> Tensor:
     """The normalised Hadamard transform of every block of :func:`block_of` (or ``block``) numbers; its own inverse."""
     block = block_of(vectors.shape[-1]) if block is None else block
-    make = _matrix if torch.compiler.is_compiling() else _cached_matrix
+    make = _matrix if hides_values() else _cached_matrix
     matrix = make(block, vectors.dtype, vectors.device)
     return (vectors.unflatten(-1, (-1, block)) @ matrix).flatten(-2)
 

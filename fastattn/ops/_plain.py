@@ -44,6 +44,7 @@ def append_is_plain(
         and device == value_cache.device == key.device == value.device
         and device == positions.device == lengths.device == position.device
         and not (key_cache.requires_grad or value_cache.requires_grad or key.requires_grad or value.requires_grad)
+        and forward_ad._current_level < 0  # else each is looked at
         and key_cache.is_contiguous()
         and value_cache.is_contiguous()
         and positions.is_contiguous()
@@ -72,7 +73,7 @@ def decode_is_plain(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) 
         and lengths.dtype == torch.int32
         and device == key.device == value.device == lengths.device
         and not (query.requires_grad or key.requires_grad or value.requires_grad)
-        and forward_ad._current_level < 0  # else refuse_forward_mode looks at each
+        and forward_ad._current_level < 0  # likewise
     )
 
 

@@ -12,7 +12,6 @@ from fastattn.ops._features import (
     cast_for_autocast,
     check_features,
     check_packed,
-    refuse_forward_mode,
 )
 from fastattn.ops._outputs import empty_out_and_lse
 from fastattn.ops._register import register, register_backward
@@ -163,7 +162,7 @@ def attention(
     scale = check.resolve_scale(scale, query.shape[3])
     features = check_features("attention", query, "query", window, sinks, softcap, alibi_slopes)
     packed = check_packed(query, key, cu_seqlens_q, cu_seqlens_k, key_start=key_start, lengths=lengths)
-    refuse_forward_mode("attention", query, key, value, sinks, alibi_slopes)
+    check.refuse_forward_mode("attention", query, key, value, sinks, alibi_slopes)
     if packed or not features.plain:
         cu_seqlens = cu_seqlens_q, cu_seqlens_k
         out, lse = ATTENTION(query, key, value, bool(causal), scale, key_start, lengths, *features, *cu_seqlens)

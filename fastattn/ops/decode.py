@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn import validation as check
-from fastattn.ops._features import check_features, refuse_forward_mode
+from fastattn.ops._features import check_features
 from fastattn.ops._formats import code_width
 from fastattn.ops._outputs import empty_out_and_lse
 from fastattn.ops._plain import decode_is_plain, latent_is_plain
@@ -152,7 +152,6 @@ def decode_attention(
         check.check_int32("positions", positions, tuple(key.shape[:3]), "B Hkv C", query.device)
     features = check_features("decode_attention", query, "query", window, sinks, softcap, alibi_slopes)
     check.check_no_grad("decode_attention", query=query, key=key, value=value, sinks=sinks)
-    refuse_forward_mode("decode_attention", query, key, value, sinks)
     scale = check.resolve_scale(scale, query.shape[3])
     if features.plain:
         out, lse = DECODE_ATTENTION(query, key, value, lengths, scale, bool(causal))
@@ -281,7 +280,7 @@ def latent_decode(
         raise TypeError("scale must be a float: it does not follow from the shapes of a latent cache")
     scale = check.resolve_scale(scale, columns)
     features = check_features("latent_decode", query_latent, "query_latent", window, sinks, softcap)
-    refuse_forward_mode("latent_decode", query_latent, query_rope, cache, sinks)
+    check.refuse_forward_mode("latent_decode", query_latent, query_rope, cache, sinks)
     if cache_scale is not None:
         query, codes, scales = torch.cat([query_latent, query_rope], dim=-1), cache[:, None], cache_scale[:, None]
         out, lse = DECODE_CODES(
@@ -333,7 +332,6 @@ def _decode_codes(
         check.check_int32("positions", positions, tuple(key.shape[:3]), "B Hkv C", query.device)
     features = check_features("decode_attention", query, "query", window, sinks, softcap, alibi_slopes)
     check.check_no_grad("decode_attention", query=query, sinks=sinks)
-    refuse_forward_mode("decode_attention", query, sinks)
     scale = check.resolve_scale(scale, query.shape[3])
     value_dim = code_columns(value, storage)
     options = (scale, bool(causal), value_dim, *features, positions)

@@ -39,6 +39,7 @@ def quantize(vectors: Tensor, storage: str) -> tuple[Tensor, Tensor]:
     check.check_same_kind("vectors", vectors)
     check_storage(storage)
     check_dim("vectors", vectors.shape[-1], storage)
+    check.refuse_forward_mode("quantize", vectors)
     wide = vectors if vectors.dtype == torch.float64 else vectors.float()
     return _formats.encode(wide.detach(), storage)
 

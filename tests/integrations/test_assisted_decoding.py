@@ -77,7 +77,7 @@ def test_a_draft_model_over_evictions_gives_the_text_of_plain_decoding() -> None
 def test_assisted_decoding_without_max_step_is_refused_before_anything_is_fed() -> None:
     model, ids = tiny_model("llama"), repeating_prompt(0)
     cache = compressed_cache(model, **settings("key_diff", max_step=1))
-    with pytest.raises(ValueError, match=r"max_step must be at least 2 for assisted decoding.*got 1|Static cache"):
+    with pytest.raises(ValueError, match=r"max_step must be at least 2 for assisted decoding.*got 1"):
         greedy(model, ids, NEW, past_key_values=cache, prompt_lookup_num_tokens=4, eos_token_id=1)
     assert int(cache.kv.columns) == 0
 

@@ -11,9 +11,14 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fastattn import LowRankConfig, to_low_rank_
+from fastattn.integrations.deepseek import replace_attention_
 from fastattn.integrations.transformers import compressed_cache, prefill
 from tests._helpers.hf_models import make_model, ragged_prompt
+from tests._helpers.tiny_models import tiny_model, token_ids
+from tests.integrations.test_deepseek_models import small_model
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")]
 GREEDY = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 12}
@@ -158,3 +163,44 @@ def test_threads_that_ask_for_their_first_cache_at_once_all_get_one():
         for cache in caches:
             logits = model(ids, attention_mask=mask, past_key_values=cache).logits
             torch.testing.assert_close(logits[mask.bool()], plain[mask.bool()], rtol=0, atol=1e-5)
+
+
+MIXED = {
+    "llama": lambda: make_model("llama"),
+    "converted": lambda: converted(),
+    "deepseek": lambda: replace_attention_(small_model(3)),
+}
+
+
+def converted():
+    model = tiny_model("llama")
+    config = LowRankConfig(kv_lora_rank=12, q_lora_rank=24, qk_rope_head_dim=8)
+    to_low_rank_(model, config, token_ids(3, 60), progress=False)
+    return model
+
+
+@pytest.mark.parametrize("kind", MIXED)
+@pytest.mark.parametrize("made_inside", [True, False])
+def test_a_cache_of_either_side_of_autocast_has_the_weights_dtype(kind, made_inside):
+    model, ids = MIXED[kind](), token_ids(1, 20)
+    with torch.autocast("cpu", torch.bfloat16, enabled=made_inside):
+        cache = compressed_cache(model, "key_diff", 64)
+    assert cache.kv.dtype == torch.float32
+    with torch.no_grad():
+        exact = model(ids, use_cache=False).logits[:, -4:]
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = model(ids, use_cache=False).logits[:, -4:].float()
+        for inside in (not made_inside, made_inside):
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                found = [model(part, past_key_values=cache).logits.float() for part in (ids[:, :-4], ids[:, -4:])]
+            allowed = 2 * float((rounded - exact).norm()) if inside else 1e-4 * float(exact.norm())
+            assert float((found[1] - exact).norm()) <= allowed
+            cache.reset()
+    assert compressed_cache(model).kv.dtype == torch.float32
+
+
+def test_an_examination_under_fake_tensors_is_named():
+    model = make_model("llama")
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match="examined with real tensors"):
+        compressed_cache(model)
+    compressed_cache(model)

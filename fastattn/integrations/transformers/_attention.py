@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastattn.integrations._arguments import CACHE_KEYWORD
 from fastattn.integrations.transformers import _versions
+from fastattn.validation import checks_values
 
 NAME = "fastattn"
 
@@ -118,7 +119,7 @@ def mask_function(**arguments: Any) -> Any:
         )
     # A copy: the slice's stride grows with the text, and a compiled graph would see a new one every step.
     real = mask[:, mask.shape[1] - columns :].to(torch.bool).clone(memory_format=torch.contiguous_format)
-    if real.device.type == "cpu" and not torch.compiler.is_compiling() and bool(real.all()):
+    if checks_values(real) and bool(real.all()):
         return torch.empty(_ALL_REAL, dtype=MASK_DTYPE)
     return real.view(MASK_DTYPE)[:, None, None, :]
 

@@ -11,12 +11,14 @@ from fastattn.integrations.transformers._layers import ForwardedCache
 from fastattn.modules.kv_cache import CompressedKVCache
 
 _METHOD = "_get_candidate_generator"  # of a model: transformers 5.2 to 5.24 ask it once per generate()
+_EARLIER = "_prepare_cache_for_generation"  # likewise, before 5.2 refuses what it takes for a static cache
 
 
 def limit_drafts(model: Any) -> None:
     """Let drafts for ``model`` that are verified over a compressed cache be as long as the cache can take exactly."""
-    if hasattr(type(model), _METHOD) and _METHOD not in vars(model):
-        setattr(model, _METHOD, _LimitedGenerators(model))
+    for name, stand_in in ((_METHOD, _LimitedGenerators), (_EARLIER, _CheckedCaches)):
+        if hasattr(type(model), name) and name not in vars(model):
+            setattr(model, name, stand_in(model))
 
 
 def draft_room(kv: CompressedKVCache, new: int) -> int:
@@ -47,13 +49,25 @@ class _LimitedGenerators:
         model_kwargs = kwargs.get("model_kwargs") or {}
         cache = next((model_kwargs[n] for n in _versions.CACHE_ARGUMENTS if model_kwargs.get(n) is not None), None)
         kv = getattr(cache, "kv", None) if isinstance(cache, ForwardedCache) else None
-        if kv is not None and kv.max_step == 1:
+        generator = getattr(type(self.model), _METHOD)(self.model, *args, **kwargs)
+        return generator if kv is None else _LimitedGenerator(generator, kv)
+
+
+class _CheckedCaches:
+    """In place of another method, which is told what ``generate`` is to do: refuses drafts that no cache takes back."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, config: Any, model_kwargs: dict[str, Any], mode: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = next((model_kwargs[n] for n in _versions.CACHE_ARGUMENTS if model_kwargs.get(n) is not None), None)
+        kv = getattr(cache, "kv", None) if isinstance(cache, ForwardedCache) else None
+        if kv is not None and kv.max_step == 1 and getattr(mode, "value", mode) == "assisted_generation":
             raise ValueError(
                 "max_step must be at least 2 for assisted decoding, one more than the tokens of a draft: give it to "
                 "compressed_cache, got 1"
             )
-        generator = getattr(type(self.model), _METHOD)(self.model, *args, **kwargs)
-        return generator if kv is None else _LimitedGenerator(generator, kv)
+        return getattr(type(self.model), _EARLIER)(self.model, config, model_kwargs, mode, *args, **kwargs)
 
 
 class _LimitedGenerator:

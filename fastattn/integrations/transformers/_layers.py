@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fastattn.integrations.transformers import _versions
 from fastattn.integrations.transformers._attention import COMPRESSED
+from fastattn.validation import checks_values
 
 if TYPE_CHECKING:
     from fastattn.modules.kv_cache import CompressedKVCache
@@ -42,7 +42,7 @@ class CompressedLayer(CacheLayerMixin):
         if self.kv is None:
             return 0
         columns = self.kv.columns
-        if columns.device.type == "cpu" and not torch.compiler.is_compiling():
+        if checks_values(columns):
             return int(columns)
         return columns.clone()  # the buffer itself would change under the caller's hands
 

@@ -37,6 +37,7 @@ from fastattn.integrations.transformers._rotary import checked_rotary, described
 from fastattn.modules.kv_cache.spec import one_or_each
 from fastattn.modules.low_rank import LowRankAttention
 from fastattn.modules.rotary import Rotary
+from fastattn.validation import hides_values
 
 _SWITCHING = threading.RLock()  # one model is examined and switched at a time, whatever thread asks
 
@@ -185,6 +186,11 @@ def _switched(decoder: Any) -> CacheHook:
     if hook is not None and implementation == NAME and hook.fingerprint == fingerprint:
         return hook
     check_config(decoder.config)
+    if hides_values():
+        raise ValueError(
+            "model must be examined with real tensors: call compressed_cache outside of FakeTensorMode, torch.compile "
+            "and torch.export first"
+        )
     check_weights(decoder)
     check_spread(decoder)
     new = hook is None
@@ -329,6 +335,8 @@ def _run(decoder: Any, hook: CacheHook, cache: _Examination, positions: Tensor) 
     """A forward pass over tokens that differ in their position only, with the model in evaluation mode."""
     table = decoder.get_input_embeddings()
     embedding, device = table.weight, device_of(table)
+    if device is None:
+        raise ValueError("the model's embedding must be on a device or have a hook that brings it, got the meta device")
     generator = torch.Generator("cpu").manual_seed(0)
     embeds = torch.randn(1, 1, decoder.config.hidden_size, generator=generator, device="cpu")
     dtype = embedding.dtype if embedding.is_floating_point() else torch.get_default_dtype()
@@ -336,7 +344,7 @@ def _run(decoder: Any, hook: CacheHook, cache: _Examination, positions: Tensor) 
     training = [module for module in decoder.modules() if module.training]
     decoder.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):  # the cache's dtype is the weights'
             decoder(
                 inputs_embeds=embeds,
                 position_ids=positions.to(device),

@@ -16,6 +16,7 @@ from fastattn.modules.kv_cache.update import update_layer
 from fastattn.modules.kv_cache.validation import check_new_tokens, is_plain
 from fastattn.modules.policies import Policy, resolve_policy
 from fastattn.modules.rotary import Rotary
+from fastattn.validation import FAKE, has_autocast
 
 
 class CompressedKVCache(RowCache):
@@ -175,9 +176,13 @@ class CompressedKVCache(RowCache):
 
     def _take_in(self, new: NewTokens) -> Tensor | None:
         state = self._call_state(new.layer)
-        new.convert_(state.layer._buffers["keys"].dtype if state.layer.spec.storage is None else self.dtype)
+        keys = state.layer._buffers["keys"]
+        assert keys is not None
+        new.convert_(keys.dtype if state.layer.spec.storage is None else self.dtype)
         compiling = torch.compiler.is_compiling()
-        if compiling or not is_plain(state, new):
+        # as hides_values() says, a Python call less
+        traced = compiling or keys.is_meta or torch._C._get_dispatch_mode(FAKE) is not None
+        if traced or not is_plain(state, new):
             check_new_tokens(state, new)
         held = state.layer
         if self._spec.policy.query_window and new.query is not None and held.queries is None and not held.spec.window:
@@ -188,13 +193,15 @@ class CompressedKVCache(RowCache):
             self._allocate_queries(new.query.shape[1])
         # What comes has been cast to the cache's dtype: autocast has nothing left to say about it. Neither context is
         # entered where it changes nothing: they cost as much as an operator.
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(new.key.device.type):
+        if torch.is_grad_enabled() or (
+            has_autocast(new.key.device.type) and torch.is_autocast_enabled(new.key.device.type)
+        ):
             with torch.no_grad(), without_autocast(new.key.device.type):
-                return self._update(state, new, compiling)
-        return self._update(state, new, compiling)
+                return self._update(state, new, traced)
+        return self._update(state, new, traced)
 
-    def _update(self, state: CallState, new: NewTokens, compiling: bool) -> Tensor | None:
-        call = LayerCall(state, new, compiling)
-        if compiling:
+    def _update(self, state: CallState, new: NewTokens, traced: bool) -> Tensor | None:
+        call = LayerCall(state, new, traced)
+        if traced:
             return update_layer(call)
         return self._progress.run(update_layer, call, new.layer, self._spec.num_layers, state.remember)

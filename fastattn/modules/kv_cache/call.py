@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn.modules.kv_cache.state import CallState
-from fastattn.validation import fixed, resolve_scale
+from fastattn.validation import fixed, has_autocast, resolve_scale
 
 
 @dataclass
@@ -47,7 +47,8 @@ class NewTokens:
         mask = self.attention_mask
         if isinstance(mask, Tensor) and not mask.is_floating_point() and not mask.is_complex():
             self.attention_mask = mask.bool()
-        if isinstance(self.key, Tensor) and torch.is_autocast_enabled(self.key.device.type):
+        key = self.key
+        if isinstance(key, Tensor) and has_autocast(key.device.type) and torch.is_autocast_enabled(key.device.type):
             self.query, self.value = _cast(self.query, dtype), _cast(self.value, dtype)
             self.key = self.key.to(dtype) if self.key.is_floating_point() else self.key
 
@@ -68,7 +69,7 @@ class LayerCall:
         scale: softmax scale.
         attend: the attention is wanted as well.
         features: what changes the softmax, by the names of attention's arguments.
-        compiling: a graph is being traced.
+        compiling: a graph is being traced, or fake tensors pass.
         on_host: looking at values waits for no device.
         before: int32 ``[B, Hkv]``, the last layer's lengths before the call; None where nothing has been compressed,
             and in the other layers.

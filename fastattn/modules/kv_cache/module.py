@@ -23,6 +23,7 @@ from fastattn.modules.kv_cache.validation import (
 )
 from fastattn.modules.policies import Policy
 from fastattn.modules.rotary import Rotary
+from fastattn.validation import FAKE
 
 # What transformers asks a cache for first.
 _NAMES_OF_TRANSFORMERS = frozenset(
@@ -59,7 +60,8 @@ class CacheModule(nn.Module):
                 CacheLayer(spec.layer(index), spec.batch_size, dtype, device) for index in range(spec.num_layers)
             )
             self._in_order: tuple[CacheLayer, ...] = tuple(self.layers)  # type: ignore[arg-type]
-            self._set_rotary(copy.deepcopy(rotary))
+            mode = torch._C._get_dispatch_mode(FAKE)  # fake tensors refer to it, and a copy of it would be another one
+            self._set_rotary(copy.deepcopy(rotary, {} if mode is None else {id(mode): mode}))
             sizes = {"rows": spec.batch_size, "ring": spec.ring_size}
             for buffer in SHARED_BUFFERS:
                 self.register_buffer(buffer.name, buffer.allocate(sizes, dtype, device))

@@ -14,6 +14,7 @@ from fastattn.modules.kv_cache.call import LayerCall
 from fastattn.modules.kv_cache.state import CacheLayer, SlotStore
 from fastattn.modules.policies import CacheState, CodedState, QueryWindow
 from fastattn.ops._realize import realized
+from fastattn.validation import autocasts
 
 
 def policy_scores(
@@ -133,7 +134,7 @@ def _cache_state(
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Scores are float32 whatever autocast makes of a model's products."""
-    if torch.is_autocast_enabled(device_type):
+    if autocasts(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 

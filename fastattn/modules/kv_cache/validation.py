@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastattn import validation as check
 from fastattn.modules.kv_cache.call import NewTokens
@@ -180,6 +181,7 @@ def is_plain(state: CallState, new: NewTokens) -> bool:
         and key.shape == (rows, layer.num_kv_heads, tokens, width)
         and value.shape == (rows, layer.num_kv_heads, tokens, layer.v_head_dim)
         and not (query.requires_grad or key.requires_grad or value.requires_grad)
+        and forward_ad._current_level < 0
         and keys.dtype == query.dtype == key.dtype == value.dtype
         and keys.device == query.device == key.device == value.device
         and (new.scale is None or type(new.scale) is float)  # checked for its value when the call is made

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn.ops import attention, dequantize, merge_attention
+from fastattn.validation import autocasts, hides_values
 
 if TYPE_CHECKING:
     from fastattn.modules.kv_cache import CompressedKVCache
@@ -88,7 +89,7 @@ def expanded_over_cache(up: UpProjection, new: Projected, scale: float, cache: C
     buffer, stored = cache.keys(layer)[:, 0], cache.lengths(layer)[:, 0]
     scale_of_slots = None if cache.storage is None else cache.scales(layer)[0][:, 0]
     # A graph can't depend on how full the cache is; eager mode skips what is empty, all of it at the first prompt.
-    slots = buffer.shape[1] if torch.compiler.is_compiling() else int(stored.max())
+    slots = buffer.shape[1] if hides_values() or buffer.is_meta else int(stored.max())
     for first in range(0, slots, EXPANDED_SLOTS):
         block = buffer[:, first : min(first + EXPANDED_SLOTS, slots)]
         if scale_of_slots is not None:
@@ -120,7 +121,7 @@ def _part(
     start: Tensor | None = None,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    if torch.is_autocast_enabled(query.device.type):  # what was rotated, normed or cached may be wider than the rest
+    if autocasts(query.device.type):  # what was rotated, normed or cached may be wider than the rest
         narrow = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
     out, lse = attention(query, key, value, causal=causal, scale=scale, key_start=start, lengths=end, return_lse=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn.modules.rotary import Rotary
+from fastattn.validation import hides_values
 
 _COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "max_position_embeddings"}
 _KEYS: dict[str, set[str]] = {
@@ -150,7 +151,8 @@ class LatentRotary(Rotary):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(inv_freq, interleave=interleave, attention_factor=attention_factor)
-        self._initial: tuple[float, ...] | None = None if inv_freq.is_meta else tuple(inv_freq.float().tolist())
+        hidden = inv_freq.is_meta or hides_values()
+        self._initial: tuple[float, ...] | None = None if hidden else tuple(inv_freq.float().tolist())
         place = torch.get_default_device() if device is None else torch.device(device)
         table = self.inv_freq if place.type == "meta" else self.inv_freq.to(place)
         del self.inv_freq  # the base class's non-persistent buffer

@@ -66,7 +66,7 @@ def check_input(hidden_states: Tensor, hidden_size: int, projection: nn.Module) 
     if hidden_states.shape[1] == 0:
         raise ValueError(f"hidden_states must hold at least one token, got shape {list(hidden_states.shape)}")
     dtype = float_dtype(projection)
-    if dtype in (None, hidden_states.dtype) or torch.is_autocast_enabled(hidden_states.device.type):
+    if dtype in (None, hidden_states.dtype) or check.autocasts(hidden_states.device.type):
         return
     raise TypeError(f"hidden_states must have the weights' dtype {dtype}, got {hidden_states.dtype}")
 
@@ -175,6 +175,7 @@ def check_absorb(absorb: bool | None) -> None:
 
 
 def check_no_grad(*tensors: Tensor) -> None:
-    """No gradient flows into a cache."""
+    """No gradient flows into a cache, and no derivative of forward mode."""
+    check.refuse_forward_mode("LowRankAttention with a cache", *tensors)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise ValueError("a cache passes no gradient on: call the module with cache= under torch.no_grad()")
