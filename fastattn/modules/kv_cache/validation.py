@@ -130,6 +130,8 @@ def check_saved(
                 f"state_dict must hold {name} of shape {expected}, got {actual}: it was saved from a cache of another "
                 "size"
             )
+    for layer in range(spec.num_layers):
+        _check_saved_lengths(f"{prefix}layers.{layer}.lengths", saved, spec.layer(layer).capacity)
     if spec.storage is not None or any(_is_code(saved.get(name)) for name in shapes):
         for name, value in held.items():
             dtype = getattr(saved.get(f"{prefix}{name}"), "dtype", value.dtype)
@@ -146,6 +148,17 @@ def check_saved(
             f"state_dict must hold what the cache holds, but it lacks {missing} and has {unexpected} besides: it was "
             "saved from another kind of cache"
         )
+
+
+def _check_saved_lengths(name: str, saved: Mapping[str, Any], slots: int) -> None:
+    """Saved lengths lie within the buffers, where looking at them waits for no device."""
+    lengths = saved.get(name)
+    if not isinstance(lengths, Tensor) or not check.checks_values(lengths) or lengths.numel() == 0:
+        return
+    least, most = (int(value) for value in lengths.aminmax())
+    if least < 0 or most > slots:
+        wrong = least if least < 0 else most
+        raise ValueError(f"state_dict must hold {name} within the {slots} slots of a row and head, got {wrong}")
 
 
 def _is_code(saved: Any) -> bool:

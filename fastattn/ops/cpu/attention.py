@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn.ops._features import Features, add_sinks
+from fastattn.ops._lengths import checked
 from fastattn.ops._outputs import accumulator_dtype, empty_out_and_lse
 from fastattn.ops.cpu import _blocks, _flash
 
@@ -178,8 +179,8 @@ def _parts(
             if q0 < q1 and k0 < k1:
                 yield Part(slice(0, 1), slice(q0, q1), slice(k0, k1), (k1 - k0) - (q1 - q0))
         return
-    starts = [0] * batch if key_start is None else key_start.clamp(min=0).tolist()
-    ends = [keys] * batch if lengths is None else lengths.clamp(max=keys).tolist()
+    starts = [0] * batch if key_start is None else checked("key_start", key_start, keys)
+    ends = [keys] * batch if lengths is None else checked("lengths", lengths, keys)
     ranges = list(zip(starts, ends, strict=True))
     begin = 0
     for row in range(1, batch + 1):

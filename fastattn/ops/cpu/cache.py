@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn.ops import _formats
+from fastattn.ops._lengths import checked
 from fastattn.ops._outputs import accumulator_dtype
 from fastattn.ops.cpu.native import operators
 
@@ -26,7 +27,7 @@ def cache_append_(
     if native and key_cache.stride(3) == value_cache.stride(3) == key.stride(3) == value.stride(3) == 1:
         native.cache_append_(key_cache, value_cache, positions, lengths, key, value, position)
         return
-    filled = lengths.tolist()
+    filled = checked("lengths", lengths, capacity)
     tokens, start = key.shape[2], filled[0][0]
     if tokens == 1 and start < capacity and all(length == start for row in filled for length in row):
         at = position.flatten().tolist()
@@ -68,7 +69,7 @@ def cache_compact_(
         native.cache_compact_(key_cache, value_cache, positions, lengths, scores, budget, min_length)
         return
     full = max(budget + 1, min_length)
-    for b, row in enumerate(lengths.tolist()):
+    for b, row in enumerate(checked("lengths", lengths, key_cache.shape[2])):
         for length in sorted(set(row)):
             if length < full:
                 continue

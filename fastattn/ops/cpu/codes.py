@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastattn.ops import _formats
 from fastattn.ops._features import Features, add_sinks
+from fastattn.ops._lengths import checked
 from fastattn.ops._outputs import accumulator_dtype, empty_out_and_lse
 from fastattn.ops.cpu import _blocks
 from fastattn.ops.cpu.decode import NATIVE_QUERIES
@@ -78,12 +79,13 @@ def _block_by_block(
     columns = _formats.code_width("int8", value_dim) if not transformed else value.shape[3] * 2
     top = grouped.new_full(grouped.shape[:4], float("-inf"))
     total, sums = torch.zeros_like(top), grouped.new_zeros(*grouped.shape[:4], columns)
-    longest = int(lengths.clamp(0, capacity).max()) if lengths.numel() else 0
+    checked("lengths", lengths, capacity)
+    longest = int(lengths.max()) if lengths.numel() else 0
     step = max(16, _NUMBERS // max(1, key.shape[0] * kv_heads * grouped.shape[4]))
     for first in range(0, longest, step):
         slots = slice(first, min(first + step, longest))
         index = torch.arange(slots.start, slots.stop)
-        valid = (index < lengths.clamp(max=capacity)[..., None])[..., None]
+        valid = (index < lengths[..., None])[..., None]
         keys = _formats.decode(key[:, :, slots], key_scale[:, :, slots], wide).masked_fill(~valid, 0.0)
         if value is key and value_scale is key_scale:
             values = keys[..., :columns]
@@ -113,7 +115,7 @@ def _ends_and_places(
     lengths: Tensor, positions: Tensor | None, queries: int, capacity: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """How many slots each query sees and where it stands, ``[B, Hkv, Sq]``."""
-    length = lengths.clamp(0, capacity).long()[..., None]
+    length = lengths.long()[..., None]
     if not causal:
         ends = length.expand(-1, -1, queries)
         own = (ends - 1).clamp(min=0)

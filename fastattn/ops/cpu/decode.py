@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fastattn.ops._features import Features, add_sinks
+from fastattn.ops._lengths import checked
 from fastattn.ops._outputs import empty_out_and_lse
 from fastattn.ops.cpu import _blocks, _flash
 from fastattn.ops.cpu.attention import attend_range
@@ -99,13 +100,13 @@ def plain(
 
 def _common_length(lengths: Tensor, capacity: int) -> int:
     """Valid slots of every batch row and head, 0 where they differ."""
-    flat = lengths.flatten().tolist()
-    return min(flat[0], capacity) if flat and flat.count(flat[0]) == len(flat) else 0
+    flat = checked("lengths", lengths.flatten(), capacity)
+    return flat[0] if flat and flat.count(flat[0]) == len(flat) else 0
 
 
 def blocks_of_equal_length(lengths: Tensor, capacity: int) -> Iterator[tuple[slice, slice, int]]:
     """Neighboring batch rows, else neighboring heads of one, with as many valid slots; not those with none."""
-    valid = lengths.clamp(0, capacity).tolist()
+    valid = checked("lengths", lengths, capacity)
     for begin, end in _runs([row if min(row) < max(row) else row[0] for row in valid]):
         row = valid[begin]
         if min(row) == max(row):

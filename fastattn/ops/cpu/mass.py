@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn.ops import _formats
+from fastattn.ops._lengths import checked
 from fastattn.ops._outputs import accumulator_dtype
 from fastattn.ops.cpu._pieces import is_transformed, of, pieces
 
@@ -25,7 +26,7 @@ def attention_mass(
 ) -> Tensor:
     out = query.new_zeros(key.shape[:3], dtype=accumulator_dtype(query.dtype))
     group = query.shape[1] // max(1, key.shape[1])
-    for b, row in enumerate(lengths.tolist()):
+    for b, row in enumerate(checked("lengths", lengths, key.shape[2])):
         real = (query_positions[b] >= 0).nonzero().flatten()
         if max(row, default=0) < max(1, min_length) or real.numel() == 0:
             continue

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastattn.ops import _formats
+from fastattn.ops._lengths import checked
 from fastattn.ops._outputs import accumulator_dtype
 from fastattn.ops.cpu._pieces import is_transformed, of, pieces
 from fastattn.ops.cpu.native import operators
@@ -26,7 +27,7 @@ def score_knorm(key: Tensor, lengths: Tensor, min_length: int, key_scale: Tensor
         return native.score_knorm(key, lengths, min_length, key_scale)
     out = _no_score(key)
     heads = key.shape[1]
-    for b, length in _full_rows(lengths, min_length):
+    for b, length in _full_rows(lengths, key.shape[2], min_length):
         if key_scale is not None:
             for h, count in enumerate(lengths[b].tolist()):
                 out[b, h, :count] = -_norms(key[b, h, :count], of(key_scale, b, h, count), out.dtype)
@@ -42,7 +43,7 @@ def score_key_diff(key: Tensor, lengths: Tensor, min_length: int, key_scale: Ten
     if native and key.stride(3) == 1 and (key_scale is None or key_scale.dim() == 3 or key_scale.stride(3) == 1):
         return native.score_key_diff(key, lengths, min_length, key_scale)
     out = _no_score(key)
-    for b, _ in _full_rows(lengths, min_length):
+    for b, _ in _full_rows(lengths, key.shape[2], min_length):
         for h, count in enumerate(lengths[b].tolist()):
             _key_diff_head_(out[b, h, :count], key[b, h, :count], of(key_scale, b, h, count))
     return out
@@ -84,7 +85,7 @@ def score_expected_attention(
 ) -> Tensor:
     out = _no_score(key)
     groups = _groups(query_mean, query_samples, key.shape[1])
-    for b, _ in _full_rows(lengths, min_length):
+    for b, _ in _full_rows(lengths, key.shape[2], min_length):
         for h, count in enumerate(lengths[b].tolist()):
             if count == 0:
                 continue
@@ -177,9 +178,9 @@ def _no_score(key: Tensor) -> Tensor:
     return key.new_full(key.shape[:3], float("-inf"), dtype=dtype)
 
 
-def _full_rows(lengths: Tensor, min_length: int) -> Iterator[tuple[int, int]]:
+def _full_rows(lengths: Tensor, slots: int, min_length: int) -> Iterator[tuple[int, int]]:
     """Row and longest valid length of the rows of which some head is to be scored."""
-    for b, row in enumerate(lengths.tolist()):
+    for b, row in enumerate(checked("lengths", lengths, slots)):
         longest = max(row, default=0)
         if longest > 0 and longest >= min_length:
             yield b, longest

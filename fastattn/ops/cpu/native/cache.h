@@ -45,7 +45,7 @@ inline std::vector<int32_t> real_tokens(const at::Tensor& position, const at::Te
   for (int64_t b = 0; b < position.size(0); ++b) {
     int32_t longest = 0;
     for (int64_t h = 0; h < lengths.size(1); ++h) {
-      longest = std::max(longest, filled[b][h]);
+      longest = std::max<int32_t>(longest, length_within(filled[b][h], capacity));
     }
     for (int64_t t = 0; t < position.size(1); ++t) {
       real[b] += place[b][t] >= 0;
@@ -145,12 +145,17 @@ inline void compact(
   auto stored = positions.accessor<int32_t, 3>();
   const auto rated = scores.accessor<A, 3>();
   const std::vector<Rows> buffers(moved.begin(), moved.end());
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t h = 0; h < heads; ++h) {
+      length_within(filled[b][h], capacity);
+    }
+  }
   int64_t bytes = 0;
   for (const Rows& buffer : buffers) {
     bytes += 2 * budget * buffer.width;
   }
   over_heads(batch, heads, bytes, [&](int64_t b, int64_t h) {
-    const int64_t length = std::min<int64_t>(filled[b][h], capacity);
+    const int64_t length = filled[b][h];
     if (length <= budget || length < min_length) {
       return;
     }

@@ -49,6 +49,13 @@ using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 template <typename T>
 using Vec = Vectorized<Wide<T>>;
 
+// The valid slots of a row and head, which lie within the buffer's.
+inline int64_t length_within(int64_t length, int64_t slots) {
+  TORCH_CHECK_VALUE(
+      length >= 0 && length <= slots, "lengths must lie within the buffer's ", slots, " slots, got ", length);
+  return length;
+}
+
 inline int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }

@@ -23,13 +23,14 @@ QueryPart<T> query_part(const Tensor& query) {
       query.const_data_ptr<T>(), query.stride(0), query.stride(1), query.stride(2), query.stride(3), query.size(3)};
 }
 
-std::vector<int64_t> clamped(const Tensor& lengths, int64_t capacity) {
+// The valid slots of every row and head.
+std::vector<int64_t> checked(const Tensor& lengths, int64_t capacity) {
   const auto rows = lengths.accessor<int32_t, 2>();
   std::vector<int64_t> out;
   out.reserve(lengths.numel());
   for (int64_t b = 0; b < rows.size(0); ++b) {
     for (int64_t h = 0; h < rows.size(1); ++h) {
-      out.push_back(std::clamp<int64_t>(rows[b][h], 0, capacity));
+      out.push_back(length_within(rows[b][h], capacity));
     }
   }
   return out;
@@ -45,7 +46,7 @@ std::tuple<Tensor, Tensor> decode_attention(
         {{query_part<scalar_t>(query), {nullptr, 0, 0, 0, 0, 0}}, query.size(1), key.size(1), query.size(2),
          key.const_data_ptr<scalar_t>(), key.stride(0), key.stride(1), key.stride(2), key.size(3),
          value.const_data_ptr<scalar_t>(), value.stride(0), value.stride(1), value.stride(2), value.size(3),
-         clamped(lengths, key.size(2)), scale, causal,
+         checked(lengths, key.size(2)), scale, causal,
          out.data_ptr<scalar_t>(), lse.data_ptr<Wide<scalar_t>>()});
   });
   return {out, lse};
@@ -64,7 +65,7 @@ std::tuple<Tensor, Tensor> latent_decode(
          query_latent.size(1), 1, query_latent.size(2),
          data, cache.stride(0), 0, cache.stride(1), cache.size(2),
          data, cache.stride(0), 0, cache.stride(1), query_latent.size(3),
-         clamped(lengths.unsqueeze(1), cache.size(1)), scale, causal,
+         checked(lengths.unsqueeze(1), cache.size(1)), scale, causal,
          out.data_ptr<scalar_t>(), lse.data_ptr<Wide<scalar_t>>()});
   });
   return {out, lse};
@@ -112,7 +113,7 @@ std::tuple<Tensor, Tensor> decode_codes(
         {query_part<Outer<T>>(inputs), {nullptr, 0, 0, 0, 0, 0}}, query.size(1), key.size(1), query.size(2),
         keys, key.stride(0), key.stride(1), key.stride(2), query.size(3),
         values, value.stride(0), value.stride(1), value.stride(2), groups ? 2 * value.size(3) : value_dim,
-        clamped(lengths, key.size(2)), scale, causal,
+        checked(lengths, key.size(2)), scale, causal,
         out.data_ptr<Outer<T>>(), lse.data_ptr<float>()};
     problem.out_dim = value_dim;
     if constexpr (kIsCode<T>) {
@@ -179,7 +180,7 @@ void cache_compact_codes_(
 
 // Valid slots of the rows of which some head has `min_length`; 0 of the others.
 std::vector<int64_t> scored_lengths(const Tensor& lengths, int64_t capacity, int64_t min_length) {
-  std::vector<int64_t> out = clamped(lengths, capacity);
+  std::vector<int64_t> out = checked(lengths, capacity);
   const int64_t heads = lengths.size(1);
   for (auto row = out.begin(); row != out.end(); row += heads) {
     if (*std::max_element(row, row + heads) < min_length) {
