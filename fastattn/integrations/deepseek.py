@@ -50,7 +50,7 @@ def replace_attention_(model: Model) -> Model:
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child).__name__ in _REPLACED
+        if _is_replaced(child)
     ]
     if not found:
         others = sorted({type(m).__name__ for m in model.modules() if type(m).__name__.endswith("Attention")})
@@ -61,6 +61,12 @@ def replace_attention_(model: Model) -> Model:
     for (parent, name, _), attention in zip(found, new, strict=True):
         setattr(parent, name, attention)
     return model
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Of transformers' own classes: others of that name, which come with checkpoints, compute in their own way."""
+    kind = type(module)
+    return kind.__name__ in _REPLACED and kind.__module__.startswith("transformers.models.deepseek_v")
 
 
 def _low_rank_from(old: nn.Module) -> TransformersAttention:

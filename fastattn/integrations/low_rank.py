@@ -79,7 +79,8 @@ class TransformersAttention(LowRankAttention):
     def _over_growing_cache(
         self, hidden_states: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None, cache: Any
     ) -> Tensor:
-        if type(cache).__name__ != "DynamicCache":
+        kind = type(cache)
+        if kind.__name__ != "DynamicCache" or kind.__module__ != "transformers.cache_utils":
             raise ValueError(
                 "a low-rank layer needs a DynamicCache or fastattn's compressed_cache(model, ...), "
                 f"got {type(cache).__name__}"

@@ -204,3 +204,15 @@ def test_an_examination_under_fake_tensors_is_named():
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match="examined with real tensors"):
         compressed_cache(model)
     compressed_cache(model)
+
+
+def test_positions_on_several_axes_are_named():
+    text = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4}
+    config = transformers.Qwen2VLConfig(text_config={**text, **heads, **rope}, vision_config=vision)
+    model = transformers.Qwen2VLForConditionalGeneration(config).eval()
+    for policy in ("knorm", "expected_attention"):
+        with pytest.raises(ValueError, match=r"counts positions on several axes \(mrope_section"):
+            compressed_cache(model, policy, 64)

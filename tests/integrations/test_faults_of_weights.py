@@ -176,3 +176,48 @@ def test_sharded_weights_are_named_and_a_cache_made_before_sharding_serves(mesh)
     model = make_model("llama")
     expected, cache = steps(model, growing(model)), compressed_cache(model, "knorm", 64)
     torch.testing.assert_close(steps(sharded(model), cache), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_split_between_ranks_are_named_where_heads_are_counted():
+    model = replace_attention_(small_model(3))
+    for layer in model.model.layers:
+        for name, dim in (("q_b_proj", 0), ("kv_b_proj", 0), ("o_proj", 1)):  # a rank's half of the heads
+            projection = getattr(layer.self_attn, name)
+            projection.weight = torch.nn.Parameter(projection.weight.chunk(2, dim)[0].contiguous())
+    for call in (lambda: model(token_ids(1, 9)), lambda: compressed_cache(model, "knorm", 64)):
+        with pytest.raises(ValueError, match=r"heads of 20 dims, got 40 numbers .* split between ranks"):
+            call()
+
+
+# -- layers that read raw memory -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", ["converted", "deepseek"])
+@pytest.mark.parametrize("kind", ["growing", "compressed", "none"])
+def test_every_projection_of_a_replaced_or_converted_model_is_handed_contiguous_inputs(made, kind):
+    model = MODELS[made]()
+    attention = [module for module in model.modules() if isinstance(module, LowRankAttention)]
+    wrapped = {part for module in attention for part in module.children() if list(part.parameters())}
+    seen = set()
+
+    def check(part: Any, args: tuple[Any, ...]) -> None:
+        seen.add(part)
+        assert all(each.is_contiguous() for each in args if isinstance(each, Tensor)), f"{part} was handed a view"
+
+    cache = {"growing": lambda: growing(model), "compressed": lambda: compressed_cache(model, "knorm", 8)}
+    given = None if kind == "none" else cache[kind]()
+    for part in wrapped:
+        part.register_forward_pre_hook(check)
+    if given is None:
+        model(token_ids(2, 9))
+    else:
+        steps(model, given)
+    assert seen == wrapped
+
+
+def test_other_classes_of_a_replaced_name_are_left_alone():
+    model = small_model(3)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = type("DeepseekV3Attention", (type(layer.self_attn),), {"__module__": "remote"})
+    with pytest.raises(ValueError, match=r"got DeepseekV3ForCausalLM with \['DeepseekV3Attention'\]"):
+        replace_attention_(model)

@@ -28,6 +28,11 @@ def check_implementation(name: str | None) -> str:
     return name
 
 
+def has_several_axes(config: Any) -> bool:
+    """Positions are counted on several axes, as models for images and videos do."""
+    return any("mrope_section" in (getattr(config, name, None) or ()) for name in ("rope_parameters", "rope_scaling"))
+
+
 def check_config(config: Any) -> None:
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         raise ValueError("the model's attention is bidirectional: a compressed cache serves causal attention only")

@@ -29,6 +29,7 @@ from fastattn.integrations.transformers._checks import (
     check_config,
     check_implementation,
     check_weights,
+    has_several_axes,
     standard_layers,
 )
 from fastattn.integrations.transformers._heads import check_spread, find_shard
@@ -371,4 +372,9 @@ def _check_call(layer: str, call: dict[str, Any], positions: Tensor, rotates: bo
     if seen is None and not rotates:
         return  # positions only order the tokens then, and the cache counts them as the model does
     if seen is None or seen.shape != positions.shape or not torch.equal(seen.cpu(), positions):
+        if has_several_axes(module.config):
+            raise ValueError(
+                f"{layer} counts positions on several axes (mrope_section, for images and videos), which is not "
+                "supported: a compressed cache knows one position per token"
+            )
         raise ValueError(f"{layer} does not pass position_ids [batch, tokens] on to its attention call")

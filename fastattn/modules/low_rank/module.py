@@ -219,6 +219,11 @@ class LowRankAttention(nn.Module):
             if self.q_a_layernorm is not None:
                 latent = self.q_a_layernorm(latent).contiguous()
             query = self.q_b_proj(latent)
+        if query.shape[-1] != self.num_heads * self.qk_head_dim:
+            raise ValueError(
+                f"the query must have {self.num_heads} heads of {self.qk_head_dim} dims, got {query.shape[-1]} numbers "
+                "per token: weights that are split between ranks (tensor parallel) are not supported"
+            )
         query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, T, dn + dr]
         nope, rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         return nope, self.rotary.rotate(rope, position_ids)
