@@ -7,8 +7,8 @@
   ``moment_source`` (where a conversion gets them from)
 - the mathematics: ``rope`` (which directions keep a position), ``factors`` (the low-rank decomposition)
 - by the loss's curvature: ``gradients``, ``curvature`` (Kronecker factors, directions), ``layer_curvature`` (of a
-  model's layers), ``rope_gradient`` (what keeps RoPE), ``allocation`` (ranks per layer), ``refit`` (output
-  projections), ``curvature_conversion`` (all of it for a model)
+  model's layers), ``rope_gradient`` (what keeps RoPE), ``allocation`` (ranks per layer), ``joint_allocation`` (ranks
+  and rope dims per layer), ``refit`` (output projections), ``curvature_conversion`` (all of it for a model)
 - the conversion: ``conversion``, ``layer`` (one layer's plan, module and report),
   ``attention`` (the module it puts in place), ``resume``, ``memory``
 - afterwards: ``storage``, ``latent_norm``, ``deepseek_export``; ``deepseek`` (names of other checkpoints)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from fastattn.validation import check_count
 
 METHODS = ("loss_optimal", "plain_svd", "curvature")
-ALLOCATIONS = ("uniform", "global")
+ALLOCATIONS = ("uniform", "global", "joint")
 STATISTICS = ("sequential", "parallel")
 SELECTIONS = ("energy", "uniform", "curvature")
 MIXINGS = ("complex", "real")
@@ -34,7 +34,8 @@ class LowRankConfig:
             one backward pass of the original per calibration sequence, and of the query projection likewise.
         rank_allocation: with ``"curvature"``: ``"uniform"`` gives every layer ``kv_lora_rank``, ``"global"`` shares
             the same total by one threshold on the expected losses, so that ranks differ between layers; likewise the
-            query's ranks and, with ``rope_selection="curvature"``, rope dims.
+            query's ranks and, with ``rope_selection="curvature"``, rope dims. ``"joint"`` shares the sum
+            ``kv_lora_rank + qk_rope_head_dim`` over layers and, inside each, between latent and rope key.
         refit: with ``"curvature"``: fit each output projection by ridge regression to the original's residual stream,
             layer by layer, on at most 8,192 calibration tokens.
         freq_fold: number of neighboring frequencies that are concentrated together as if they were equal, a divisor of
@@ -70,7 +71,7 @@ class LowRankConfig:
     damping: float = 0.0
     balance: bool = True
     layers: str | Callable[[str], bool] | None = None
-    rank_allocation: Literal["uniform", "global"] = "uniform"
+    rank_allocation: Literal["uniform", "global", "joint"] = "uniform"
     refit: bool = False
 
     def __post_init__(self) -> None:
@@ -118,6 +119,13 @@ class LowRankConfig:
                     f"got {self.method!r}"
                 )
             return
+        if self.rank_allocation == "joint" and (
+            self.selection != "curvature" or self.kv_lora_rank is None or self.qk_rope_head_dim is None
+        ):
+            raise ValueError(
+                'rank_allocation="joint" needs numbers for kv_lora_rank and qk_rope_head_dim and '
+                f'rope_selection="curvature", got {self.kv_lora_rank}, {self.qk_rope_head_dim} and {self.selection!r}'
+            )
         if self.statistics == "sequential":
             raise ValueError('statistics must be "parallel" or None for method="curvature", got "sequential"')
         if self.selection == "curvature" and (self.freq_fold != "search" or self.rope_mixing != "complex"):

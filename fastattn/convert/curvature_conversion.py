@@ -14,6 +14,7 @@ from fastattn.convert.config import LowRankConfig
 from fastattn.convert.curvature import Directions, check_differentiable, directions
 from fastattn.convert.factors import LayerFactors, Projection, build_factors
 from fastattn.convert.families import AttentionSite, attention_sites, read_weights
+from fastattn.convert.joint_allocation import TOGETHER, LayerCosts, allocate_jointly, pair_counts
 from fastattn.convert.layer import Plan, attention_from, layer_row, make_attention, make_plan
 from fastattn.convert.layer_curvature import LayerCurvature, check_text, gather_curvature
 from fastattn.convert.moment_source import MomentSource
@@ -21,7 +22,7 @@ from fastattn.convert.refit import OutputRefit
 from fastattn.convert.report import LayerReport
 from fastattn.convert.resume import ResumeState
 from fastattn.convert.rope import RopeSplit
-from fastattn.convert.rope_gradient import choose_components, gradient_split, rope_components
+from fastattn.convert.rope_gradient import RopeComponents, choose_components, gradient_split, rope_components
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ def convert_by_curvature(
     choices: dict[str, LayerChoice] = {}
     for site, split in zip(progress_bar(chosen, "Factoring", progress), splits, strict=True):
         choices[site.name] = choose_layer(model, config, site, split, gathered[site.name], moments[site.name])
-    ranks = choose_ranks(config, [choice.latent.cost for choice in choices.values()])
+    rope_dims = [split.kept.shape[0] for split in splits]
+    ranks = choose_ranks(config, [choice.latent.cost for choice in choices.values()], rope_dims)
     query_ranks = choose_query_ranks(config, [choice.query for choice in choices.values()])
     by_name = {site.name: pair for site, pair in zip(chosen, zip(ranks, query_ranks, strict=True), strict=True)}
     refit = OutputRefit(model, source.batches) if config.refit else None
@@ -109,15 +111,51 @@ def choose_splits(
     for site in chosen:
         layer = gathered[site.name]
         found.append(rope_components(read_weights(model, site), layer.rotated, layer.unrotated))
-    kept = choose_components(
-        [components.cost for components in found],
-        config.qk_rope_head_dim // 2,
-        shared=config.rank_allocation == "global",
-    )
+    costs = [components.cost for components in found]
+    if config.rank_allocation == "joint":
+        kept = _choose_jointly(model, config, source, chosen, moments, gathered, found)
+    else:
+        kept = choose_components(costs, config.qk_rope_head_dim // 2, shared=config.rank_allocation == "global")
     return [
         gradient_split(read_weights(model, site), components, mask, moments[site.name], source.context)
         for site, components, mask in zip(chosen, found, kept, strict=True)
     ]
+
+
+def _choose_jointly(
+    model: nn.Module,
+    config: LowRankConfig,
+    source: MomentSource,
+    chosen: list[AttentionSite],
+    moments: dict[str, Tensor],
+    gathered: dict[str, LayerCurvature],
+    found: list[RopeComponents],
+) -> list[Tensor]:
+    """Which components of each layer keep RoPE, where positions and directions compete for the same numbers."""
+    layers = []
+    for site, components in zip(chosen, found, strict=True):
+        costs = LayerCosts([], [], [])
+        for pairs in pair_counts(components.cost.numel()):
+            mask = choose_components([components.cost], pairs, shared=False)[0]
+            weights = read_weights(model, site)
+            split = gradient_split(weights, components, mask, moments[site.name], source.context)
+            directions_of = choose_layer(
+                model, config, site, split, gathered[site.name], moments[site.name], query=False
+            )
+            lost = directions_of.latent.cost.flip(0).cumsum(0).flip(0)
+            costs.pairs.append(pairs)
+            costs.rope.append(TOGETHER * float(components.cost[~mask].sum()))
+            costs.latent.append(torch.cat([lost, lost.new_zeros(1)]).cpu())
+        layers.append(costs)
+    kept = allocate_jointly(layers, _numbers_per_layer(config) * len(chosen))
+    return [
+        choose_components([components.cost], pairs, shared=False)[0]
+        for components, pairs in zip(found, kept, strict=True)
+    ]
+
+
+def _numbers_per_layer(config: LowRankConfig) -> int:
+    return (config.kv_lora_rank or 0) + (config.qk_rope_head_dim or 0)
 
 
 def choose_layer(
@@ -127,28 +165,33 @@ def choose_layer(
     split: RopeSplit,
     layer: LayerCurvature,
     moment: Tensor,
+    *,
+    query: bool = True,
 ) -> LayerChoice:
-    """The directions of one layer, up to full rank."""
+    """The directions of one layer, up to full rank; the query's too, if it has a rank and ``query`` asks for it."""
     weights = read_weights(model, site)
     matrix = torch.cat([split.rest @ weights.key, weights.value])
     identity = torch.eye(len(weights.value), dtype=matrix.dtype, device=matrix.device)
     change = torch.block_diag(split.from_rest.T, identity)
     latent = directions(matrix, layer.key_value, moment, change=change, split_at=len(weights.key))
     latent = _first(latent, min(len(matrix), weights.hidden_size + weights.kv_bias))
-    query = None
-    if config.q_lora_rank is not None:
-        assert layer.query is not None  # gathered with it
-        query = directions(weights.query, layer.query, moment)
-        query = _first(query, min(len(weights.query), weights.hidden_size + weights.query_bias))
-    return LayerChoice(split, latent, query)
+    if config.q_lora_rank is None or not query:
+        return LayerChoice(split, latent, None)
+    assert layer.query is not None  # gathered with it
+    of_query = directions(weights.query, layer.query, moment)
+    of_query = _first(of_query, min(len(weights.query), weights.hidden_size + weights.query_bias))
+    return LayerChoice(split, latent, of_query)
 
 
 def _first(found: Directions, count: int) -> Directions:
     return Directions(found.up[:, :count], found.down[:count], found.cost[:count])
 
 
-def choose_ranks(config: LowRankConfig, costs: list[Tensor]) -> list[int]:
-    """Every layer's latent rank."""
+def choose_ranks(config: LowRankConfig, costs: list[Tensor], rope_dims: list[int]) -> list[int]:
+    """Every layer's latent rank, of layers with these ``rope_dims``."""
+    if config.rank_allocation == "joint":
+        available = sum(cost.numel() for cost in costs)
+        return allocate_globally(costs, min(available, _numbers_per_layer(config) * len(costs) - sum(rope_dims)))
     if config.kv_rank_budget is not None:
         return allocate_globally(costs, config.kv_rank_budget)
     return _shared_ranks(config, costs, config.kv_lora_rank)
@@ -164,7 +207,7 @@ def _shared_ranks(config: LowRankConfig, costs: list[Tensor], rank: int | None) 
     if rank is None:
         return [cost.numel() for cost in costs]
     uniform = [min(rank, cost.numel()) for cost in costs]
-    return allocate_globally(costs, sum(uniform)) if config.rank_allocation == "global" else uniform
+    return uniform if config.rank_allocation == "uniform" else allocate_globally(costs, sum(uniform))
 
 
 def _factor(plan: Plan, choice: LayerChoice, rank: int, query_rank: int | None) -> LayerFactors:

@@ -14,6 +14,7 @@ from fastattn.convert.allocation import allocate_globally
 from fastattn.convert.curvature import Curvature, directions, fit_curvature
 from fastattn.convert.families import attention_sites, read_weights
 from fastattn.convert.gradients import WrittenOutAttention, gather_gradients
+from fastattn.convert.joint_allocation import LayerCosts, allocate_jointly, choose_at_price, numbers, pair_counts
 from fastattn.convert.refit import ridge_refit
 from fastattn.convert.rope_gradient import choose_components, gradient_split, rope_components
 
@@ -180,6 +181,58 @@ def test_global_allocation_is_the_best_of_all():
     for budget in (2, 10):
         with pytest.raises(ValueError, match="sum of ranks"):
             allocate_globally(spectra, budget)
+
+
+def test_joint_allocation_is_the_best_of_all_that_need_as_few_numbers():
+    generator = torch.Generator().manual_seed(0)
+
+    def falling(count):
+        return (
+            torch.rand(count, generator=generator, dtype=torch.float64).sort(descending=True).values.cumsum(0).flip(0)
+        )
+
+    layers = [
+        LayerCosts([1, 2, 4], (3 * falling(3)).tolist(), [torch.cat([falling(5), torch.zeros(1)]) for _ in range(3)])
+        for _ in range(3)
+    ]
+    options = [[(i, r) for i in range(3) for r in range(1, 6)] for _ in layers]
+
+    def cost(chosen):
+        return sum(layer.rope[i] + float(layer.latent[i][r]) for layer, (i, r) in zip(layers, chosen, strict=True))
+
+    every = [(numbers(layers, c), cost(c), c) for c in itertools.product(*options)]
+    for price in (0.01, 0.1, 0.3, 1.0, 3.0):
+        chosen = choose_at_price(layers, price)
+        needed = numbers(layers, chosen)
+        assert cost(chosen) == pytest.approx(min(c for n, c, _ in every if n <= needed))
+    for budget in range(9, 40):
+        pairs = allocate_jointly(layers, budget)
+        left = budget - 2 * sum(pairs)
+        assert left >= len(layers)
+        # at least as good as any single price that fits, and never over the budget
+        fitting = [
+            c for n, c, kept in every if n <= budget and [layers[k].pairs[i] for k, (i, _) in enumerate(kept)] == pairs
+        ]
+        cheapest = min(
+            cost(choose_at_price(layers, p))
+            for p in (0.3, 1.0, 3.0, 10.0)
+            if numbers(layers, choose_at_price(layers, p)) <= budget
+        )
+        assert min(fitting) <= cheapest + 1e-9
+    with pytest.raises(ValueError, match="at least 3 per layer"):
+        allocate_jointly(layers, 8)
+    assert pair_counts(96)[:7] == [1, 2, 3, 4, 5, 6, 8]
+    assert pair_counts(96)[-1] == 96
+
+
+def test_positions_and_directions_share_their_numbers():
+    model, ids = tiny_model("llama"), token_ids(2, 20, seed=1)
+    report = convert(model, replace(SMALL, rank_allocation="joint"))
+    assert sum(layer.kv_lora_rank + layer.qk_rope_head_dim for layer in report.layers) == 20 * len(report.layers)
+    assert torch.isfinite(logits(model, ids)).all()
+    for options in ({"kv_lora_rank": None}, {"qk_rope_head_dim": None}, {"rope_selection": "energy"}):
+        with pytest.raises(ValueError, match='rank_allocation="joint" needs'):
+            replace(SMALL, rank_allocation="joint", **options)
 
 
 def test_refit_is_the_weighted_least_squares_solution():
