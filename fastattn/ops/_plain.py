@@ -52,6 +52,54 @@ def append_is_plain(
     )
 
 
+def append_codes_is_plain(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position: Tensor,
+    key_scale: Tensor,
+    value_scale: Tensor | None,
+) -> bool:
+    """Of :func:`fastattn.ops.cache_append_` over int8 codes, or fp8's as bytes, with or without values."""
+    for tensor in (key_cache, value_cache, positions, lengths, key, value, position, key_scale):
+        if not isinstance(tensor, Tensor):
+            return False
+    if key_cache.dim() != 4 or key.dim() != 4 or value.dim() != 4 or key_scale.dim() != 3:
+        return False
+    rows, kv_heads, slots, width = key_cache.shape
+    tokens, value_width = key.shape[2], value.shape[3]
+    codes, dtype, device = key_cache.dtype, key.dtype, key_cache.device
+    of_value = key_scale if value_scale is None and value_width == 0 else value_scale
+    return (
+        isinstance(of_value, Tensor)
+        and (value_width > 0 or value_scale is None)
+        and (codes == torch.int8 or codes == torch.uint8)
+        and dtype in check.FLOATS
+        and value_cache.shape == (rows, kv_heads, slots, value_width)
+        and positions.shape == (rows, kv_heads, slots) == key_scale.shape == of_value.shape
+        and lengths.shape == (rows, kv_heads)
+        and key.shape == (rows, kv_heads, tokens, width)
+        and value.shape == (rows, kv_heads, tokens, value_width)
+        and position.shape == (rows, tokens)
+        and codes == value_cache.dtype
+        and dtype == value.dtype
+        and torch.float32 == key_scale.dtype == of_value.dtype
+        and torch.int32 == positions.dtype == lengths.dtype == position.dtype
+        and device == value_cache.device == key.device == value.device == key_scale.device == of_value.device
+        and device == positions.device == lengths.device == position.device
+        and not (key.requires_grad or value.requires_grad)
+        and key_cache.is_contiguous()
+        and value_cache.is_contiguous()
+        and positions.is_contiguous()
+        and lengths.is_contiguous()
+        and key_scale.is_contiguous()
+        and of_value.is_contiguous()
+    )
+
+
 def decode_is_plain(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> bool:
     """Of :func:`fastattn.ops.decode_attention`, without further features."""
     for tensor in (query, key, value, lengths):

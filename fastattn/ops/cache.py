@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from fastattn import validation as check
-from fastattn.ops._plain import append_is_plain
+from fastattn.ops._plain import append_codes_is_plain, append_is_plain
 from fastattn.ops._register import register
 from fastattn.ops.quantize import check_codes, code_columns
 
@@ -138,6 +140,26 @@ def _append_codes(
     value_scale: Tensor | None,
 ) -> None:
     """Quantise tokens and append their codes and scales."""
+    arguments = (key_cache, value_cache, positions, lengths, key, value, position, key_scale, value_scale)
+    if torch.compiler.is_compiling() or not append_codes_is_plain(*arguments):
+        _check_append_codes(*arguments)
+    if check.checks_values(key):
+        check_finite(position, key=key, value=value)
+    codes, scales = (_as_bytes(key_cache), _as_bytes(value_cache)), _scales_of(key_scale, value_scale)
+    CACHE_APPEND_CODES(*codes, positions, lengths, *scales, key, value, position)
+
+
+def _check_append_codes(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position: Tensor,
+    key_scale: Tensor,
+    value_scale: Tensor | None,
+) -> None:
     storage = _check_code_cache("cache_append_", key_cache, value_cache, positions, lengths, key_scale, value_scale)
     check.check_tensor("key", key, "B Hkv T Dk")
     check.check_tensor("value", value, "B Hkv T Dv")
@@ -150,17 +172,21 @@ def _append_codes(
     check.check_device("key", key, "key_cache", key_cache)
     check.check_int32("position", position, (key.shape[0], key.shape[2]), "B T", key_cache.device)
     check.check_no_grad("cache_append_", key=key, value=value)
-    if check.checks_values(key):
-        check_finite(position >= 0, key=key, value=value)
-    codes, scales = (_as_bytes(key_cache), _as_bytes(value_cache)), _scales_of(key_scale, value_scale)
-    CACHE_APPEND_CODES(*codes, positions, lengths, *scales, key, value, position)
 
 
-def check_finite(real: Tensor, **tensors: Tensor | None) -> None:
-    """Tokens that ``real [B, T]`` names hold neither NaN nor inf: codes could not say so."""
+def check_finite(real: Tensor | None, **tensors: Tensor | None) -> None:
+    """Tokens ``[B, H, T, D]`` hold neither NaN nor inf, which codes could not say.
+
+    ``real [B, T]``, bool or positions, says which tokens count: True, or not -1; all by default.
+    """
     for name, tensor in tensors.items():
-        if tensor is not None and not bool(tensor.isfinite().all()):
-            bad = (~tensor.isfinite()).any(3).any(1) & real
+        if tensor is None or tensor.numel() == 0 or tensor.is_meta:
+            continue
+        # One pass over what every step brings: the largest magnitude is NaN where any number is.
+        if not math.isfinite(torch.linalg.vector_norm(tensor, math.inf)):
+            bad = (~tensor.isfinite()).any(3).any(1)
+            if real is not None:
+                bad = bad & (real if real.dtype == torch.bool else real >= 0)
             if bool(bad.any()):
                 row, token = bad.nonzero()[0].tolist()
                 raise ValueError(f"{name} must be finite to be quantised, got NaN or inf in row {row}, token {token}")

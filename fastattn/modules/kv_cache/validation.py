@@ -255,8 +255,7 @@ def check_new_tokens(state: CallState, new: NewTokens) -> None:
     check.resolve_scale(new.scale, layer.head_dim)
     if layer.storage is not None and check.checks_values(new.key):
         mask = new.attention_mask
-        real = torch.ones(rows, tokens, dtype=torch.bool) if mask is None or mask.shape != (rows, tokens) else mask
-        check_finite(real, key=new.key, value=new.value)
+        check_finite(None if mask is None or mask.shape != (rows, tokens) else mask, key=new.key, value=new.value)
     if new.query is not None and new.features:
         sinks, softcap, slopes = (new.features.get(name) for name in ("sinks", "softcap", "alibi_slopes"))
         check_features("CompressedKVCache", new.query, "query", None, sinks, softcap, slopes)
