@@ -34,7 +34,8 @@ class Collectives(TorchDispatchMode):
             return NotImplemented  # DTensor takes itself apart; what that runs comes back here
         namespace, _, name = str(getattr(func, "_schema", func)).partition("(")[0].partition("::")
         if namespace in _NAMESPACES and name.partition(".")[0] not in _NO_TRAFFIC:
-            tensors = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, torch.Tensor)]
+            given = args[1:2] if name.startswith(("_allgather_base", "allgather", "_reduce_scatter")) else args[:1]
+            tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
             self.names.append(name.partition(".")[0])
             self.sizes.append(sum(t.numel() * t.element_size() for t in tensors))
         return func(*args, **(kwargs or {}))

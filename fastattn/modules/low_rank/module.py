@@ -189,7 +189,9 @@ class LowRankAttention(nn.Module):
         new = self._project(hidden_states, position_ids, attention_mask)
         if absorb is None:  # static, so that a compiled graph and eager mode choose alike
             absorb = cache is not None and (
-                absorbs(tokens, self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim) or cache.policy.rerotate
+                absorbs(tokens, self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim)
+                or cache.policy.rerotate
+                or check.spreads_tokens(cache)
             )
         if self.head_shard is not None and torch.is_grad_enabled():
             new = self.head_shard.enter(new, absorb)

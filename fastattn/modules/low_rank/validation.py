@@ -107,9 +107,14 @@ def bool_mask(mask: Tensor | None) -> Tensor | None:
     return mask
 
 
+def spreads_tokens(cache: Any) -> bool:
+    """Whether this is a cache of ``fastattn.distributed``, which attends as one and shows no slots of its own."""
+    return getattr(cache, "token_mesh", None) is not None
+
+
 def check_owner(cache: CompressedKVCache, layer: int, module: nn.Module) -> None:
     """No other module uses this layer of the cache (looked at in eager mode)."""
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and isinstance(cache, CompressedKVCache):
         cache._progress.claim(layer, module)
 
 
@@ -146,7 +151,7 @@ def check_cache(
     absorb: bool | None,
 ) -> None:
     """A latent cache of this module's dims in ``layer`` and of the input's batch, used causally."""
-    if not isinstance(cache, CompressedKVCache):
+    if not isinstance(cache, CompressedKVCache) and not spreads_tokens(cache):
         raise TypeError(f"cache must be a CompressedKVCache (make_cache gives one) or None, got {type(cache).__name__}")
     if not causal:
         raise ValueError("causal must be True with a cache: its tokens come before the new ones, got False")
@@ -166,6 +171,8 @@ def check_cache(
             f"absorb must be None or True with {cache.policy!r}, which rotates cached keys again for every call, "
             "got False"
         )
+    if absorb is False and spreads_tokens(cache):
+        raise ValueError("absorb must be None or True with a cache whose tokens are spread over ranks, got False")
 
 
 def check_absorb(absorb: bool | None) -> None:
