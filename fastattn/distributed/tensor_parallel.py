@@ -162,6 +162,11 @@ def _shared_by_heads(module: Any, heads: int) -> list[str]:
         ValueError: one that needs all heads at once.
     """
     head_dim = module.q_proj.out_features // heads
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    if own:
+        raise ValueError(
+            f"{type(module).__name__} must have no weights of its own to spread heads over ranks, got {own}"
+        )
     shared = []
     for name, child in module.named_children():
         if isinstance(child, nn.Linear) or next(child.parameters(), None) is None:

@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from fastattn import ops
 from fastattn.distributed.agreement import agree, check_mesh
 from fastattn.distributed.exchange import agree_on_tokens, gather
-from fastattn.distributed.token_scores import best_of_all, check_policy, local_scores, pack
+from fastattn.distributed.token_checks import check_new_tokens, check_spec
+from fastattn.distributed.token_scores import best_of_all, local_scores, pack
 from fastattn.distributed.token_shard import TokenShard
-from fastattn.modules.kv_cache import CompressedKVCache
 from fastattn.modules.kv_cache.call import NewTokens
 from fastattn.modules.kv_cache.query_ring import QueryRing, write_queries_
 from fastattn.modules.kv_cache.spec import CacheSpec
 from fastattn.modules.policies import CacheState, Policy, QueryWindow, resolve_policy
 from fastattn.modules.rotary import Rotary
-from fastattn.validation import check_count, check_no_grad, check_size, check_tensor, resolve_scale
+from fastattn.validation import check_count, check_size, check_tensor, resolve_scale
 
 
 class ContextParallelCache(nn.Module):
@@ -60,9 +60,7 @@ class ContextParallelCache(nn.Module):
         super().__init__()
         self.token_mesh = check_mesh(mesh)
         spec = self._spec = CacheSpec(resolve_policy(policy), budget, rotary=rotary, **sizes)
-        if spec.storage is not None:
-            raise ValueError(f"storage must be None where tokens are spread over ranks, got {spec.storage!r}")
-        check_policy(spec.policy)
+        check_spec(spec, rotary)
         if skew is not None:
             check_count("skew", skew, 0)
         agree(mesh, "the cache's arguments", ({k: repr(v) for k, v in spec.arguments().items()}, skew))
@@ -113,7 +111,9 @@ class ContextParallelCache(nn.Module):
             raise ValueError("a cache whose tokens are spread over ranks runs in eager mode: do not compile its calls")
         new = NewTokens(layer, query, key, value, position_ids, attention_mask, scale, attend=True)
         new.convert_(self.dtype)
-        self._check(new)
+        if self._failed:
+            raise RuntimeError(f"the cache is invalid since {self._failed}: call reset() on every rank to use it again")
+        check_new_tokens(self._spec, new, self._next, self.dtype, self.device)
         position = self._positions(new)
         prompt = key.shape[2] > self.max_step or not self._held
         if layer == 0 and prompt:
@@ -252,40 +252,6 @@ class ContextParallelCache(nn.Module):
         position = position.to(torch.int32)
         return position if mask is None else position.masked_fill(~mask, -1)
 
-    def _check(self, new: NewTokens) -> None:
-        if self._failed:
-            raise RuntimeError(f"the cache is invalid since {self._failed}: call reset() on every rank to use it again")
-        if new.layer != self._next:
-            raise ValueError(f"layer must be {self._next}: the layers of a call come in order, got {new.layer}")
-        heads, rows = self.num_kv_heads, self.batch_size
-        widths = {"query": self.head_dim, "key": self.head_dim}
-        tensors = {"query": new.query, "key": new.key}
-        if self.latent_rank is None:
-            tensors["value"], widths["value"] = new.value, self._spec.value_dim
-        elif new.value is not None or new.scale is None:
-            raise ValueError("value must be None and scale be given for a latent cache")
-        for name, tensor in tensors.items():
-            check_tensor(name, tensor, "B H T D")
-            assert tensor is not None
-            check_size(name, tensor, 0, rows, "the cache's batch size")
-            check_size(name, tensor, 2, new.key.shape[2], "key's tokens")
-            check_size(name, tensor, 3, widths[name], "the cache's head dim")
-            if name != "query":
-                check_size(name, tensor, 1, heads, "the cache's key/value heads")
-            elif tensor.shape[1] % heads:
-                raise ValueError(f"query must have a multiple of the cache's {heads} heads, got {tensor.shape[1]}")
-            if tensor.dtype != self.dtype or tensor.device != self.device:
-                raise TypeError(f"{name} must be {self.dtype} on {self.device}, got {tensor.dtype} on {tensor.device}")
-        check_no_grad("ContextParallelCache", **tensors)
-        for name, given in (("attention_mask", new.attention_mask), ("position_ids", new.position_ids)):
-            if given is not None and list(given.shape) != [rows, new.key.shape[2]]:
-                raise ValueError(
-                    f"{name} must have shape [B T] = [{rows}, {new.key.shape[2]}], got {list(given.shape)}"
-                )
-        mask = new.attention_mask
-        if mask is not None and mask.dtype != torch.bool:
-            raise TypeError(f"attention_mask must be bool or integers, False or 0 for padding, got {mask.dtype}")
-
     # -- the cache as a whole ----------------------------------------------------------------------------------------
 
     def reset(self) -> None:
@@ -375,23 +341,3 @@ _OF_SPEC = frozenset(
     {"policy", "budget", "interval", "max_step", "num_layers", "num_heads", "num_kv_heads", "head_dim", "latent_rank"}
     | {"batch_size", "storage"}
 )
-
-
-def context_parallel(cache: CompressedKVCache, mesh: DeviceMesh, *, skew: int | None = None) -> ContextParallelCache:
-    """A :class:`ContextParallelCache` made for what an empty ``cache`` is made for.
-
-    Args:
-        cache: as ``CompressedKVCache(...)`` or :meth:`LowRankAttention.make_cache` gives it, still empty.
-        mesh, skew: as in :class:`ContextParallelCache`.
-
-    Raises:
-        TypeError, ValueError: no empty cache, or one that cannot be spread; on every rank.
-    """
-    if not isinstance(cache, CompressedKVCache):
-        raise TypeError(f"cache must be a CompressedKVCache, got {type(cache).__name__}")
-    if int(cache.columns):
-        raise ValueError(
-            f"cache must be empty to be spread over ranks, got one that was fed {int(cache.columns)} columns"
-        )
-    arguments = cache._spec.arguments(dtype=cache.dtype)
-    return ContextParallelCache(**arguments, rotary=cache.rotary, mesh=mesh, skew=skew, device=cache.device)

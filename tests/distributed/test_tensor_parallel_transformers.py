@@ -168,3 +168,59 @@ def test_models_that_cannot_be_spread_by_heads_are_refused(two_ranks: Ranks) -> 
     assert "sharded otherwise (fully_shard): call compressed_cache before sharding" in first[0]
     assert "found none in Phi3ForCausalLM" in first[1]
     assert "num_kv_heads must be a multiple or a divisor of the mesh's 2 ranks, got 3" in first[2]
+
+
+# -- tokens over ranks -----------------------------------------------------------------------------------------------
+
+
+def check_context_parallel(beams: int) -> None:
+    from fastattn.distributed import context_parallel
+
+    model = make_model("llama").double()
+    ids, mask = ragged_prompt()
+    for name in ("key_diff", "expected_attention"):
+        made = []
+        for spread_tokens in (False, True):
+            cache = compressed_cache(model, small(name), budget=20, interval=4, batch_size=3 * beams)
+            if spread_tokens:
+                context_parallel(cache, mesh_of_all())
+            tokens = model.generate(
+                input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=11, do_sample=False,
+                num_beams=beams,
+            )  # fmt: skip
+            made.append((tokens, [cache.kv.positions(layer) for layer in range(2)]))
+        (expected, kept), (got, kept_here) = made
+        assert torch.equal(expected, got)
+        for left, right in zip(kept, kept_here, strict=True):
+            assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_generation_with_tokens_over_two_ranks_is_one_process(two_ranks: Ranks, beams: int) -> None:
+    two_ranks.run(check_context_parallel, beams)
+
+
+def check_both() -> None:
+    """Heads over two ranks, and each rank's tokens over two more."""
+    from fastattn.distributed import context_parallel
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("heads", "tokens"))
+    one = make_model("llama").double()
+    many = parallelize_module(copy.deepcopy(one), mesh["heads"], tensor_parallel_plan(one))
+    ids, mask = ragged_prompt()
+    made = []
+    for model in (one, many):
+        cache = compressed_cache(model, small("expected_attention"), budget=20, interval=4, batch_size=3)
+        if model is many:
+            context_parallel(cache, mesh["tokens"])
+        tokens = model.generate(
+            input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=11, do_sample=False
+        )
+        made.append((tokens, cache.kv.positions(1)))
+    head = mesh["heads"].get_local_rank()
+    assert torch.equal(made[0][0], made[1][0])
+    assert torch.equal(made[0][1][:, head : head + 1], made[1][1])
+
+
+def test_heads_and_tokens_over_four_ranks(four_ranks: Ranks) -> None:
+    four_ranks.run(check_both)

@@ -260,6 +260,11 @@ class CompressedCache(ForwardedCache):
     def _windows(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]
 
+    def take_kv(self, kv: Any) -> None:
+        """Hold the tokens in ``kv``, for as many rows as it has."""
+        self._sizes_itself = False
+        self._replace(kv)
+
     def _replace(self, kv: CompressedKVCache) -> None:
         self.kv = kv
         self.next_logits = None
