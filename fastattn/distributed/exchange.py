@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,9 +16,10 @@ def gather(part: Tensor, mesh: DeviceMesh) -> Tensor:
         RuntimeError: a rank stopped, or did not come within the process group's timeout.
     """
     part = part.contiguous()
-    flat = part.new_empty(mesh.size() * part.shape[0], *part.shape[1:])
     try:
-        dist.all_gather_into_tensor(flat, part, group=mesh.get_group())
+        flat = collectives.all_gather_tensor(part, 0, mesh)
+        if isinstance(flat, collectives.AsyncCollectiveTensor):
+            flat = flat.wait()
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {dist.get_rank()} got no answer from the other ranks of mesh {mesh.mesh.tolist()}: one of them "

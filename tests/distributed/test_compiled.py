@@ -1,0 +1,36 @@
+"""The tensor-parallel decode step as one graph: collectives inside it, and no recompilation over evictions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo
+
+from tests._helpers.ranks import Ranks
+from tests.distributed.test_tensor_parallel import low_rank, small, spread
+
+pytestmark = pytest.mark.compile
+
+
+def check_step(name: str) -> int:
+    torch._dynamo.reset()
+    module = spread(low_rank())
+    eager, compiled = (module.make_cache(small(name), 12, interval=3) for _ in range(2))
+    step = torch.compile(module, fullgraph=True)
+    prompt = torch.randn(1, 14, 48, dtype=torch.float64)
+    with torch.no_grad():
+        module(prompt, cache=eager)
+        module(prompt, cache=compiled)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for _ in range(10):  # two compressions and more
+                hidden = torch.randn(1, 1, 48, dtype=torch.float64)
+                expected = module(hidden, cache=eager)
+                got = step(hidden, cache=compiled)
+                assert (expected - got).abs().max() < 1e-10
+                assert torch.equal(eager.positions(0), compiled.positions(0))
+    return int(compiled.lengths(0).max())
+
+
+@pytest.mark.parametrize("name", ["key_diff", "tova"])
+def test_a_compiled_step_over_two_ranks(two_ranks: Ranks, name: str) -> None:
+    assert max(two_ranks.run(check_step, name)) <= 15
