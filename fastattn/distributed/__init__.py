@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fastattn._lazy import lazy_exports
 
 if TYPE_CHECKING:  # for type checkers, which do not read the table below
+    from fastattn.distributed.agreement import agree as agree
     from fastattn.distributed.heads import HeadShard as HeadShard
     from fastattn.distributed.spread_tokens import context_parallel as context_parallel
     from fastattn.distributed.strategies import register_strategies as register_strategies
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # for type checkers, which do not read the table below
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
+        "fastattn.distributed.agreement": ("agree",),
         "fastattn.distributed.spread_tokens": ("context_parallel",),
         "fastattn.distributed.token_cache": ("ContextParallelCache",),
         "fastattn.distributed.heads": ("HeadShard",),

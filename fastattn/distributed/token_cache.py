@@ -17,7 +17,7 @@ from fastattn.distributed.token_scores import best_of_all, local_scores, pack
 from fastattn.distributed.token_shard import TokenShard
 from fastattn.modules.kv_cache.call import NewTokens
 from fastattn.modules.kv_cache.query_ring import QueryRing, write_queries_
-from fastattn.modules.kv_cache.spec import CacheSpec
+from fastattn.modules.kv_cache.spec import CacheSpec, LayerSpec
 from fastattn.modules.policies import CacheState, Policy, QueryWindow, resolve_policy
 from fastattn.modules.rotary import Rotary
 from fastattn.validation import check_count, check_size, check_tensor, resolve_scale
@@ -119,7 +119,7 @@ class ContextParallelCache(nn.Module):
         if layer == 0 and prompt:
             agree_on_tokens(new.key, position, self.token_mesh)  # nothing is written yet
         try:
-            out = self._update(new, position, resolve_scale(scale, self.head_dim))
+            out = self._update(new, position, resolve_scale(scale, self.layer_spec(layer).head_dim))
         except BaseException as error:
             self._failed = f"layer {layer} failed with {type(error).__name__}"
             raise
@@ -311,6 +311,10 @@ class ContextParallelCache(nn.Module):
         """Tokens of each rank, int32 ``[ranks, B, Hkv]``."""
         shard: Any = self.layers[layer]
         return shard.counts.view(-1, self.batch_size, self.num_kv_heads)
+
+    def layer_spec(self, layer: int) -> LayerSpec:
+        """What ``layer`` is made for, on all ranks together."""
+        return self._spec.layer(layer)
 
     def _shards(self) -> Iterator[Any]:
         yield from self.layers

@@ -28,11 +28,11 @@ def check_new_tokens(spec: CacheSpec, new: NewTokens, layer: int, dtype: torch.d
     """The arguments of a call for ``layer``, before anything is written."""
     if new.layer != layer:
         raise ValueError(f"layer must be {layer}: the layers of a call come in order, got {new.layer}")
-    heads, rows = spec.num_kv_heads, spec.batch_size
-    widths = {"query": spec.head_dim, "key": spec.head_dim}
+    heads, rows, held = spec.num_kv_heads, spec.batch_size, spec.layer(layer)
+    widths = {"query": held.head_dim, "key": held.head_dim}
     tensors = {"query": new.query, "key": new.key}
-    if spec.latent_rank is None:
-        tensors["value"], widths["value"] = new.value, spec.value_dim
+    if held.latent_rank is None:
+        tensors["value"], widths["value"] = new.value, held.v_head_dim
     elif new.value is not None or new.scale is None:
         raise ValueError("value must be None and scale be given for a latent cache")
     for name, tensor in tensors.items():

@@ -7,6 +7,7 @@ import torch
 import torch._dynamo
 
 from tests._helpers.ranks import Ranks
+from tests.distributed.test_fully_sharded import Model, my_rows, sharded, train
 from tests.distributed.test_tensor_parallel import low_rank, small, spread
 
 pytestmark = pytest.mark.compile
@@ -34,3 +35,20 @@ def check_step(name: str) -> int:
 @pytest.mark.parametrize("name", ["key_diff", "tova"])
 def test_a_compiled_step_over_two_ranks(two_ranks: Ranks, name: str) -> None:
     assert max(two_ranks.run(check_step, name)) <= 15
+
+
+def check_training() -> None:
+    torch._dynamo.reset()
+    losses = []
+    for compiled in (False, True):
+        model = Model(torch.float64)
+        if compiled:
+            model.layers = torch.nn.ModuleList(torch.compile(layer, fullgraph=True) for layer in model.layers)
+        model = sharded(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses.append(torch.stack(train(model, optimizer, range(3), torch.float64, my_rows())))
+    assert (losses[0] - losses[1]).abs().max() < 1e-10
+
+
+def test_compiled_layers_train_fully_sharded(two_ranks: Ranks) -> None:
+    two_ranks.run(check_training)
